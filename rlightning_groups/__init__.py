@@ -1,0 +1,1 @@
+"""Parallel process groups for PyTorch Lightning."""
