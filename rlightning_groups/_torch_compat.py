@@ -1,0 +1,100 @@
+"""The one place that touches what torch keeps private, and why each touch is needed.
+
+Torch's own ``new_group`` names a group by a counter of the process, or by a hash in which that counter
+takes part; both break as soon as two ranks have made unequal numbers of groups. Naming a group explicitly
+is only possible one level below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "accelerator_type",
+    "default_backend",
+    "default_store",
+    "default_timeout",
+    "is_registered",
+    "new_named_group",
+]
+
+
+def default_store() -> Store:
+    """The store through which the default group was made."""
+    return c10d._get_default_store()
+
+
+def default_timeout(backend: str) -> timedelta:
+    """The timeout torch gives a group of this backend when nobody asks for one."""
+    return c10d._get_default_timeout(dist.Backend(backend))
+
+
+def default_backend() -> str:
+    """The backend string of the default group, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``."""
+    return str(c10d._world.pg_map[c10d._get_default_group()][0])
+
+
+def new_named_group(
+    ranks: Sequence[int],
+    *,
+    name: str,
+    backend: str,
+    timeout: timedelta,
+    options: Any,
+    description: str,
+) -> ProcessGroup:
+    """Make a process group under a name that its members derive by themselves; only members call this.
+
+    Args:
+        ranks: world ranks; the position in this list is the group rank.
+        name: the group's name, equal on all members and never used before in this world.
+        backend: a torch backend string.
+        timeout: how long a collective may take.
+        options: backend options, or ``None`` for the backend's defaults.
+        description: what ``group.group_desc`` says.
+    """
+    default = c10d._get_default_group()
+    # A default group bound to a device makes NCCL split its communicator, which is a collective of the
+    # whole world; members alone can only make a communicator of their own.
+    bound = default.bound_device_id
+    if bound is not None:
+        default.bound_device_id = None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(default.rank()),
+            list(ranks),
+            dist.Backend(backend),
+            default_store(),
+            group_name=name,  # type: ignore[arg-type]  # GroupName is a NewType of str in some versions
+            backend_options=options,
+            timeout=timeout,
+            group_desc=description,
+        )
+    finally:
+        if bound is not None:
+            default.bound_device_id = bound
+    assert isinstance(group, ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+def is_registered(group: ProcessGroup) -> bool:
+    """Whether torch still knows this group (it does not after a ``destroy_process_group``)."""
+    return group in c10d._world.pg_map
+
+
+def accelerator_type() -> str | None:
+    """Device type of the accelerator at hand, ``None`` on a machine without one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if accelerator is None else accelerator.type

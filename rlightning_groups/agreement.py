@@ -1,0 +1,195 @@
+"""Before any group exists, all ranks compare what they were asked for.
+
+The ranks talk through the rendezvous store only. Each rank does a fixed number of store operations, so
+the whole comparison costs O(world) however many ranks there are, and the last rank to arrive decides, so
+nobody waits for a rank that does nothing but collect.
+
+What a rank was asked for travels as a digest; the text behind a digest is stored once per distinct
+answer. A healthy job of any size therefore stores it once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from rlightning_groups._torch_compat import PrefixStore, Store
+from rlightning_groups.errors import AgreementError
+
+_PREFIX = "rlightning_groups/agreement"
+_FAILURE = "failed before it could say"
+_SHOWN_RANKS = 16
+# (rank, digest of its settings, node, [digest, length] of each extra group's list)
+_Record = tuple[int, str, str, Sequence[Sequence[Any] | None]]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank was asked for.
+
+    Attributes:
+        settings: everything that must be equal on all ranks, name to printed value.
+        node: name of the node this rank runs on; ranks with equal names share a node.
+        lists: for each extra group, the ranks this rank plans it with, or ``None`` outside of it.
+        failure: why this rank cannot go on, if it cannot; all ranks then end with this text.
+    """
+
+    settings: Mapping[str, str]
+    node: str
+    lists: Sequence[Sequence[int] | None] = ()
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks agreed on.
+
+    Attributes:
+        round: how many agreements this store has seen before; names made from it are new.
+        nodes: runs of (node, number of consecutive ranks on it), nodes counted from 0.
+    """
+
+    round: int
+    nodes: tuple[tuple[int, int], ...]
+
+
+def agree(store: Store, rank: int, world_size: int, statement: Statement, timeout: timedelta) -> Agreement:
+    """Compare this rank's statement with every other rank's; every rank of the world calls it.
+
+    Args:
+        store: a store that all ranks share.
+        rank: this process's world rank.
+        world_size: number of processes.
+        statement: what this rank was asked for.
+        timeout: how long to wait for ranks that have not called.
+
+    Returns:
+        The agreement, equal on all ranks.
+
+    Raises:
+        AgreementError: ranks differ, a rank failed, or a rank did not come within ``timeout``. The message
+            is the same on all ranks and names the ranks and both values.
+    """
+    store = PrefixStore(_PREFIX, store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    round_ = (store.add("arrivals", 1) - 1) // world_size
+    here = PrefixStore(str(round_), store)
+
+    said = dict(statement.settings)
+    if statement.failure is not None:
+        said = {_FAILURE: statement.failure}
+    text = json.dumps(said)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    here.set(f"settings/{digest}", text)
+    lists = [None if ranks is None else [_digest(ranks), len(ranks)] for ranks in statement.lists]
+    record = json.dumps([rank, digest, statement.node, lists])
+    here.append("records", record + "\n")  # type: ignore[attr-defined]  # missing from torch's stubs
+
+    if here.add("recorded", 1) == world_size:
+        verdict = _judge(here)
+        here.set("verdict", json.dumps(verdict))
+        # Every rank has read the last round's verdict, or it would not be in this one.
+        for key in ("records", "recorded", *(f"settings/{d}" for d in verdict["digests"])):
+            here.delete_key(key)
+        if round_:
+            PrefixStore(str(round_ - 1), store).delete_key("verdict")
+    else:
+        try:
+            here.wait(["verdict"], max(timedelta(0), timedelta(seconds=deadline - time.monotonic())))
+        except RuntimeError:
+            raise AgreementError(_missing(here, rank, world_size, timeout)) from None
+        verdict = json.loads(here.get("verdict"))
+    if verdict["error"] is not None:
+        raise AgreementError(verdict["error"])
+    return Agreement(round_, tuple((node, count) for node, count in verdict["nodes"]))
+
+
+def _judge(store: Store) -> dict[str, Any]:
+    records = sorted(json.loads(line) for line in store.get("records").decode().splitlines())
+    digests = sorted({digest for _, digest, _, _ in records})
+    texts = {digest: json.loads(store.get(f"settings/{digest}")) for digest in digests}
+    verdict: dict[str, Any] = {"digests": digests, "error": None, "nodes": []}
+    error = _compare(records, texts) or _compare_lists(records)
+    if error is not None:
+        verdict["error"] = error
+        return verdict
+    numbers: dict[str, int] = {}
+    nodes = [numbers.setdefault(node, len(numbers)) for _, _, node, _ in records]
+    verdict["nodes"] = [[node, len(list(run))] for node, run in itertools.groupby(nodes)]
+    return verdict
+
+
+def _compare(
+    records: Sequence[tuple[int, str, str, object]], texts: Mapping[str, Mapping[str, str]]
+) -> str | None:
+    """The message for settings that differ, or ``None`` when all are equal."""
+    if len(texts) == 1 and _FAILURE not in next(iter(texts.values())):
+        return None
+    failed = [(rank, texts[digest][_FAILURE]) for rank, digest, _, _ in records if _FAILURE in texts[digest]]
+    if failed:
+        lines = [
+            f"  {_name_ranks([rank for rank, other in failed if other == text])}: {text}"
+            for text in dict.fromkeys(text for _, text in failed)
+        ]
+        return "\n".join(["some ranks could not start, so none of them does:", *lines])
+    lines = []
+    names = dict.fromkeys(name for text in texts.values() for name in text)
+    for name in names:
+        values: dict[str, list[int]] = {}
+        for rank, digest, _, _ in records:
+            values.setdefault(texts[digest].get(name, "(not given)"), []).append(rank)
+        if len(values) > 1:
+            parts = [f"{value} on {_name_ranks(ranks)}" for value, ranks in values.items()]
+            lines.append(f"  {name}: " + "; ".join(parts))
+    return "\n".join(["the ranks of this job were started with different settings:", *lines])
+
+
+def _compare_lists(records: Sequence[_Record]) -> str | None:
+    """The message for extra groups whose members do not all plan the same ranks."""
+    for index in range(len(records[0][3])):
+        planned = [(rank, lists[index]) for rank, _, _, lists in records]
+        claims = Counter(tuple(plan) for _, plan in planned if plan)
+        wrong = [rank for rank, plan in planned if plan and claims[tuple(plan)] != plan[1]]
+        if wrong:
+            return (
+                f"extra group number {index} is planned with different ranks by its own members: see "
+                f"{_name_ranks(wrong)}; every rank in a group must be given the same list, itself included"
+            )
+    return None
+
+
+def _missing(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    here = {rank}
+    if store.check(["records"]):
+        here |= {json.loads(line)[0] for line in store.get("records").decode().splitlines()}
+    missing = [other for other in range(world_size) if other not in here]
+    return (
+        f"{_name_ranks(missing) if missing else 'some ranks'} did not call initialize within "
+        f"{timeout.total_seconds():g} s; {len(here)} of {world_size} did. Start every rank, and see whether "
+        f"one of them ended with an error of its own"
+    )
+
+
+def _digest(ranks: Sequence[int]) -> str:
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-2,5``; long lists are cut.
+
+    >>> _name_ranks([0, 1, 2, 5])
+    'ranks 0-2,5'
+    """
+    runs = []
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    cut = [*runs[:_SHOWN_RANKS], f"... ({len(ranks)} in all)"] if len(runs) > _SHOWN_RANKS else runs
+    return f"rank{'s' if len(ranks) > 1 else ''} {','.join(cut)}"
