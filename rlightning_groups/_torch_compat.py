@@ -25,13 +25,28 @@ __all__ = [
     "default_store",
     "default_timeout",
     "is_registered",
+    "known_groups",
     "new_named_group",
+    "new_store_of_one",
+    "rendezvous",
 ]
 
 
 def default_store() -> Store:
     """The store through which the default group was made."""
     return c10d._get_default_store()
+
+
+def rendezvous(timeout: timedelta) -> Store:
+    """The store that the launcher's environment variables lead to."""
+    store: Store = next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]
+    return store
+
+
+def new_store_of_one() -> Store:
+    """A store inside this process."""
+    store: Store = dist.HashStore()  # type: ignore[attr-defined]
+    return store
 
 
 def default_timeout(backend: str) -> timedelta:
@@ -92,6 +107,11 @@ def new_named_group(
 def is_registered(group: ProcessGroup) -> bool:
     """Whether torch still knows this group (it does not after a ``destroy_process_group``)."""
     return group in c10d._world.pg_map
+
+
+def known_groups() -> list[ProcessGroup]:
+    """Every process group torch knows in this process."""
+    return list(c10d._world.pg_map)
 
 
 def accelerator_type() -> str | None:

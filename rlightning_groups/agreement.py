@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import DistNetworkError
+
 from rlightning_groups._torch_compat import PrefixStore, Store
 from rlightning_groups.errors import AgreementError
 
@@ -103,6 +105,8 @@ def agree(store: Store, rank: int, world_size: int, statement: Statement, timeou
     else:
         try:
             here.wait(["verdict"], max(timedelta(0), timedelta(seconds=deadline - time.monotonic())))
+        except DistNetworkError:
+            raise
         except RuntimeError:
             raise AgreementError(_missing(here, rank, world_size, timeout)) from None
         verdict = json.loads(here.get("verdict"))
