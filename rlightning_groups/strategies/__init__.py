@@ -1,0 +1,1 @@
+"""The strategy: its logic once, and one thin class per Lightning namespace."""

@@ -1,0 +1,433 @@
+"""The strategy's logic, without an import of Lightning.
+
+:class:`HybridParallelCore` stands before Lightning's ``DDPStrategy`` in the bases of one thin class per
+namespace, and replaces whatever assumes that the world is one data-parallel group.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from rlightning_groups.checkpoint import full_state, shard_model_state, shard_optimizer_state
+from rlightning_groups.context import ParallelContext, get_group, get_local_rank, get_world_size
+from rlightning_groups.errors import LayoutError
+from rlightning_groups.gradients import GradientReducer, synchronize_replicas
+from rlightning_groups.layout import ParallelLayout, check_size
+from rlightning_groups.modes import ParallelMode
+from rlightning_groups.strategies._lightning_compat import LightningNames, names_of
+
+if TYPE_CHECKING:
+    from pytorch_lightning.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class HybridParallelCore(_Base):
+    """Data, sequence and tensor parallelism under one Trainer.
+
+    The groups are ready before ``setup`` and ``configure_model`` run, and stay for as long as the process
+    asks for the same sizes. Inside a LightningModule, ``get_group(ParallelMode.X)`` gives the group and
+    ``ParallelContext().device_mesh(...)`` a mesh over it.
+
+    Only the data-parallel rank chooses samples: the sampler, and the seeds of dataloader workers, follow it.
+    Gradients are averaged over TRAIN_DATA_PARALLEL (data x sequence), by DistributedDataParallel where all
+    parameters are plain tensors, and by :class:`~rlightning_groups.gradients.GradientReducer` where some are
+    DTensors.
+
+    Args:
+        tensor_parallel_size: number of ranks that share one layer's weights.
+        sequence_parallel_size: number of ranks that share one sample's tokens.
+        data_parallel_size: number of ranks that read different samples; ``"auto"`` takes what is left.
+        order: the axes, fastest first; see :class:`~rlightning_groups.ParallelLayout`.
+        timeout: how long a collective may take; ``None`` is torch's default for the backend.
+        process_group_backend: torch backend; ``None`` is nccl for CUDA, gloo for CPU.
+        find_unused_parameters: as in DistributedDataParallel.
+        gradient_as_bucket_view: as in DistributedDataParallel.
+        static_graph: as in DistributedDataParallel.
+        broadcast_buffers: as in DistributedDataParallel.
+        bucket_cap_mb: MiB of gradients that travel in one all-reduce.
+        ddp_comm_state: as in Lightning's DDPStrategy.
+        ddp_comm_hook: as in Lightning's DDPStrategy.
+        ddp_comm_wrapper: as in Lightning's DDPStrategy.
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: how the processes were launched; found by the Trainer unless given.
+        checkpoint_io: how checkpoints are read and written.
+        precision_plugin: set by the Trainer's ``precision``.
+
+    Raises:
+        LayoutError: a size is not a positive int, or the order no permutation. Sizes that do not fit the
+            world raise it when the world starts.
+    """
+
+    _namespace: str
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        sequence_parallel_size: int = 1,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        order: str = "tp-sp-dp",
+        timeout: timedelta | None = None,
+        process_group_backend: str | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float = 25.0,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+        )
+        self.tensor_parallel_size = check_size("tensor_parallel_size", tensor_parallel_size)
+        self.sequence_parallel_size = check_size("sequence_parallel_size", sequence_parallel_size)
+        if isinstance(data_parallel_size, str):
+            if data_parallel_size != "auto":
+                raise LayoutError(f"data_parallel_size={data_parallel_size!r} must be an int or 'auto'")
+            self.data_parallel_size: int | None = None
+        else:
+            self.data_parallel_size = check_size("data_parallel_size", data_parallel_size)
+        # Checked here once, so that a typing mistake does not wait for the cluster.
+        self.order = ParallelLayout(1, order=order).order
+        self._bucket_cap_mb = bucket_cap_mb
+        self._reducer: GradientReducer | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Always; Lightning then injects the sampler and synchronizes what is logged with ``sync_dist``."""
+        return True
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Who sits where.
+
+        Raises:
+            ContextError: no Trainer has started yet.
+        """
+        return ParallelContext().layout
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The sampler deals samples to data-parallel ranks; their tensor and sequence peers see the same."""
+        return {
+            "num_replicas": get_world_size(ParallelMode.DATA_PARALLEL),
+            "rank": get_local_rank(ParallelMode.DATA_PARALLEL),
+        }
+
+    @property
+    def _names(self) -> LightningNames:
+        return names_of(self._namespace)
+
+    # Starting.
+
+    def setup_distributed(self) -> None:
+        """Start the world as Lightning does, then the context; runs for every fit, validate and so on."""
+        super().setup_distributed()
+        context = ParallelContext()
+        if context.is_initialized() and not self._fits(context.layout):
+            self._names.rank_zero_warn(
+                f"The process groups are made anew: this Trainer asks for {self._asked()}, but the last one "
+                f"left {context.layout}."
+            )
+            context.destroy()
+        first = not context.is_initialized()
+        if first:
+            assert self.cluster_environment is not None
+            context.initialize(
+                tensor_parallel_size=self.tensor_parallel_size,
+                sequence_parallel_size=self.sequence_parallel_size,
+                data_parallel_size=self.data_parallel_size,
+                order=self.order,
+                timeout=self._timeout,
+                node=f"node {self.cluster_environment.node_rank()}",
+            )
+            self._share_seed()
+
+    def _asked(self) -> str:
+        data = "auto" if self.data_parallel_size is None else self.data_parallel_size
+        return (
+            f"data_parallel_size={data}, sequence_parallel_size={self.sequence_parallel_size}, "
+            f"tensor_parallel_size={self.tensor_parallel_size}, order={self.order!r}"
+        )
+
+    def _fits(self, layout: ParallelLayout) -> bool:
+        return (
+            layout.tensor_parallel_size == self.tensor_parallel_size
+            and layout.sequence_parallel_size == self.sequence_parallel_size
+            and self.data_parallel_size in (None, layout.data_parallel_size)
+            and (layout.order == self.order or bool(layout.extra_axes))
+        )
+
+    def _share_seed(self) -> None:
+        """Where the ranks were not seeded alike, start all from rank 0's seed: peers must draw the same."""
+        if "PL_GLOBAL_SEED" in os.environ:
+            return
+        seed = self.broadcast(torch.initial_seed())
+        if self.reduce_boolean_decision(seed == torch.initial_seed()):
+            return
+        seed %= 2**32
+        self._names.rank_zero_info(f"No seed was set; every rank starts from {seed}.")
+        torch.manual_seed(seed)
+        random.seed(seed)
+        try:
+            import numpy
+        except ModuleNotFoundError:
+            return
+        numpy.random.seed(seed)
+
+    def setup(self, trainer: Any) -> None:
+        """Place the model, make its replicas equal, and prepare what averages the gradients."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        assert self.model is not None
+        fitting = trainer.state.fn == "fit"
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+            for layer in self.model.modules():
+                if isinstance(layer, nn.SyncBatchNorm):
+                    layer.process_group = get_group(ParallelMode.TRAIN_DATA_PARALLEL)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        # Only ranks that hold the same shard are replicas; a broadcast over the world would mix shards.
+        synchronize_replicas(self.model, get_group(ParallelMode.TRAIN_DATA_PARALLEL))
+        if fitting:
+            self.configure_ddp()
+            self.setup_optimizers(trainer)
+            self._avoid_mixed_foreach()
+        self.setup_precision_plugin()
+        if fitting:
+            self._names.optimizers_to_device(self.optimizers, self.root_device)
+
+    def configure_ddp(self) -> None:
+        """Install what averages gradients: DistributedDataParallel, or the reducer for DTensors."""
+        assert isinstance(self.model, nn.Module)
+        parameters = list(self.model.parameters())
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            group = get_group(ParallelMode.TRAIN_DATA_PARALLEL)
+            self._reducer = GradientReducer(parameters, group, self._bucket_cap_mb)
+        elif get_world_size(ParallelMode.TRAIN_DATA_PARALLEL) > 1 and any(
+            p.requires_grad for p in parameters
+        ):
+            super().configure_ddp()
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            model,
+            device_ids=self.determine_ddp_device_ids(),
+            process_group=get_group(ParallelMode.TRAIN_DATA_PARALLEL),
+            init_sync=False,  # setup has done it
+            **self._ddp_kwargs,
+        )
+
+    def _avoid_mixed_foreach(self) -> None:
+        """Torch's foreach updates refuse plain tensors beside DTensors; the loop over tensors is exact."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+                if (
+                    len(kinds) > 1
+                    and "foreach" in group
+                    and group["foreach"] is None
+                    and not group.get("fused")
+                ):
+                    group["foreach"] = False
+                    self._names.rank_zero_info(
+                        f"{type(optimizer).__name__} runs with foreach=False: it holds plain tensors beside "
+                        f"DTensors."
+                    )
+
+    # Data.
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed the workers by data-parallel rank: peers augment alike, others differ."""
+        dataloader = super().process_dataloader(dataloader)
+        known = self._names.worker_init_function
+        init = getattr(dataloader, "worker_init_fn", None)
+        ours = init is None or (isinstance(init, partial) and init.func is known)
+        if ours and int(getattr(dataloader, "num_workers", 0)) > 0:
+            rank = get_local_rank(ParallelMode.DATA_PARALLEL)
+            dataloader.worker_init_fn = partial(known, rank=rank)  # type: ignore[attr-defined]
+        return dataloader
+
+    # Steps.
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate gradients."""
+        if self._reducer is not None:
+            with self._reducer.no_sync():
+                yield
+        else:
+            with super().block_backward_sync():
+                yield
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Get ready for a backward pass."""
+        if self._reducer is not None:
+            self._reducer.reset()
+        super().pre_backward(closure_loss)
+
+    # Collectives that Lightning and its users call.
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank of the world.
+
+        Args:
+            name: ignored; part of Lightning's signature.
+        """
+        if dist.is_initialized():
+            devices = self.determine_ddp_device_ids() if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=devices)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give every rank of the world the object of one of them.
+
+        Args:
+            obj: any picklable object.
+            src: world rank to take it from.
+        """
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over ranks; the argument is left as it is.
+
+        Args:
+            tensor: a tensor; anything else is returned as it is.
+            group: a process group; ``None`` is TRAIN_DATA_PARALLEL, so that a sum counts what
+                tensor-parallel peers hold in common once.
+            reduce_op: ``"mean"`` or ``"avg"``, ``"sum"`` or any other operation of torch by name or value;
+                ``None`` is a sum. The mean of integers is a float.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        group = get_group(ParallelMode.TRAIN_DATA_PARALLEL) if group is None else group
+        op, mean = _reduce_op(reduce_op)
+        result = tensor.detach().clone(memory_format=torch.contiguous_format).to(self.root_device)
+        dist.all_reduce(result, op=op, group=group)
+        return result / dist.get_world_size(group) if mean else result
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of all ranks of a group.
+
+        Args:
+            tensor: one shape on all ranks.
+            group: a process group; ``None`` is the world.
+            sync_grads: let gradients flow back to the ranks the parts came from.
+
+        Returns:
+            A tensor with one more dim, the first, of the group's size.
+        """
+        gathered: Tensor = self._names.all_gather(tensor, group=group, sync_grads=sync_grads)
+        return gathered
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide together: every rank of the world gets the same answer.
+
+        Args:
+            decision: this rank's.
+            all: true only when all ranks say so, instead of when any does.
+        """
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = self.reduce(votes, group=get_group(ParallelMode.GLOBAL), reduce_op="sum")
+        return bool(votes == get_world_size(ParallelMode.GLOBAL)) if all else bool(votes)
+
+    # State.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full model, whatever it is sharded over; empty on all ranks but 0."""
+        assert self.lightning_module is not None
+        state = full_state(self.lightning_module.state_dict(), keep=self.is_global_zero)
+        return dict(state) if self.is_global_zero else {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's part of a full model state.
+
+        Args:
+            checkpoint: a Lightning checkpoint.
+            strict: whether all names must match.
+        """
+        assert self.lightning_module is not None
+        state = shard_model_state(checkpoint["state_dict"], self.lightning_module)
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state of an optimizer; empty on all ranks but 0 where some of it is sharded.
+
+        Args:
+            optimizer: one of the Trainer's.
+        """
+        state = full_state(super().optimizer_state(optimizer), keep=self.is_global_zero)
+        return dict(state) if self.is_global_zero else {}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this rank's part of each optimizer's full state.
+
+        Args:
+            checkpoint: a Lightning checkpoint.
+        """
+        states = [
+            shard_optimizer_state(state, optimizer)
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    def teardown(self) -> None:
+        """Take off what averages gradients; the groups stay for the next call of the Trainer."""
+        if self._reducer is not None:
+            self._reducer.remove()
+            self._reducer = None
+        if self.cluster_environment is not None:
+            super().teardown()
+
+
+def _reduce_op(reduce_op: Any) -> tuple[Any, bool]:
+    """Torch's operation, and whether to divide by the group's size afterwards."""
+    if reduce_op is None:
+        return dist.ReduceOp.SUM, False
+    name = reduce_op.upper() if isinstance(reduce_op, str) else None
+    if name in ("MEAN", "AVG") or reduce_op == dist.ReduceOp.AVG:
+        return dist.ReduceOp.SUM, True
+    if name is not None:
+        if not hasattr(dist.ReduceOp, name):
+            raise ValueError(f"reduce_op={reduce_op!r} is not known; use mean, sum, max, min or product")
+        return getattr(dist.ReduceOp, name), False
+    return reduce_op, False
