@@ -439,7 +439,7 @@ sizes that do: 1, 2, 4, 8
         nodes = f"{self.node_count} node{'s' if self.node_count > 1 else ''}"
         width = max(len(mode) for mode in self.modes) + 2
         lines = [
-            f"{self.world_size} ranks = {sizes}, order {self.order}, {nodes}",
+            f"{self.world_size} rank{'s' if self.world_size > 1 else ''} = {sizes}, order {self.order}, {nodes}",
             f"{'mode':<{width}}size  groups",
         ]
         for mode in self.modes:
