@@ -24,6 +24,8 @@ __all__ = [
     "default_backend",
     "default_store",
     "default_timeout",
+    "describe",
+    "group_timeout",
     "is_registered",
     "known_groups",
     "new_named_group",
@@ -107,6 +109,18 @@ def new_named_group(
 def is_registered(group: ProcessGroup) -> bool:
     """Whether torch still knows this group (it does not after a ``destroy_process_group``)."""
     return group in c10d._world.pg_map
+
+
+def group_timeout(group: ProcessGroup) -> timedelta | None:
+    """How long a collective of a group may take, ``None`` where its backend does not tell."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def describe(group: ProcessGroup, description: str) -> None:
+    """Set what ``group.group_desc`` says."""
+    group._set_group_desc(description)
 
 
 def known_groups() -> list[ProcessGroup]:

@@ -39,6 +39,7 @@ from rlightning_groups.group_initializer import (
 from rlightning_groups.launch import Launch, node_name
 from rlightning_groups.layout import ParallelLayout
 from rlightning_groups.mesh import mesh_of_groups
+from rlightning_groups.modes import ParallelMode
 
 __all__ = [
     "GroupHandle",
@@ -128,6 +129,7 @@ class _State:
     factories: tuple[GroupFactory, GroupFactory]
     made_elsewhere: list[ProcessGroup]
     meshes: dict[tuple[str, ...], DeviceMesh]
+    world_description: str
 
 
 # The tables. Handles by (mode, name), and by mode alone where that says which one; groups likewise, in a
@@ -398,6 +400,10 @@ class ParallelContext:
                 launch.start_world(store, prepared.backend, prepared.timeout, round_)
             world = dist.group.WORLD
             assert world is not None
+            wanted = prepared.timeout
+            share_world = _torch_compat.default_backend() == prepared.backend and (
+                wanted is None or wanted == _torch_compat.group_timeout(world)
+            )
             own_modes: dict[tuple[int, ...], list[str]] = {}
             for mode in layout.modes:
                 own_modes.setdefault(tuple(layout.ranks_in_group(mode, launch.rank)), []).append(mode)
@@ -418,7 +424,12 @@ class ParallelContext:
                 ),
                 made_elsewhere=[],
                 meshes={},
+                world_description=world.group_desc,
             )
+            if share_world and ParallelMode.GLOBAL not in (options or {}):
+                everyone = layout.ranks_in_group(ParallelMode.GLOBAL, launch.rank)
+                self._state.factories[0].adopt(world, everyone, prepared.backend)
+                _torch_compat.describe(world, ",".join(own_modes[tuple(everyone)]))
             for mode in layout.modes:
                 self._add(LayoutGroupInitializer(launch.rank, layout, mode), None)
             for name, initializer in prepared.initializers:
@@ -619,9 +630,10 @@ class ParallelContext:
             if state.owns_world:
                 dist.destroy_process_group()
                 return
+            _torch_compat.describe(state.world, state.world_description)
             made = [group for factory in state.factories for group in factory.groups.values()]
             for group in reversed([*made, *state.made_elsewhere]):
-                if _torch_compat.is_registered(group):
+                if group is not state.world and _torch_compat.is_registered(group):
                     dist.destroy_process_group(group)
 
     def _world_is_gone(self) -> bool:

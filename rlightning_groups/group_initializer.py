@@ -78,6 +78,16 @@ class GroupFactory:
         self.modes_of = modes_of
         self.groups: dict[Hashable, ProcessGroup] = {}
 
+    def adopt(self, group: ProcessGroup, ranks: Sequence[int], backend: str) -> None:
+        """Share a group that exists already with every request for its ranks and backend.
+
+        Args:
+            group: a group with this factory's timeout and without options.
+            ranks: its world ranks.
+            backend: its backend.
+        """
+        self.groups[(tuple(ranks), backend, None)] = group
+
     def __call__(self, ranks: Sequence[int], mode: str, backend: str) -> ProcessGroup:
         """The group of these ranks, made now if it is not there; only members call this.
 
@@ -248,6 +258,10 @@ class LayoutGroupInitializer(RankListInitializer):
     def own_ranks(self) -> list[int]:
         """World ranks of the group this rank is in."""
         return self.layout.ranks_in_group(str(self.mode), self.rank)
+
+    def planned_ranks(self) -> list[int]:
+        """The same: a layout's ranks need no check."""
+        return self.own_ranks()
 
 
 class _AxisGroupInitializer(LayoutGroupInitializer):

@@ -333,6 +333,8 @@ sizes that do: 1, 2, 4, 8
                 return [start + position for start, size in starts if size > position]
             members = (self._node_members(node) for node in range(self.node_count))
             return sorted(ranks[position] for ranks in members if len(ranks) > position)
+        if mode == ParallelMode.GLOBAL:
+            return list(range(self.world_size))
         span = self._axes_of_mode[mode]
         base = rank - sum(rank // self._strides[a] % self.sizes[a] * self._strides[a] for a in span)
         return self._span(base, span)
@@ -436,10 +438,11 @@ sizes that do: 1, 2, 4, 8
         TENSOR_PARALLEL      2     0,1  2,3
         """
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         nodes = f"{self.node_count} node{'s' if self.node_count > 1 else ''}"
         width = max(len(mode) for mode in self.modes) + 2
         lines = [
-            f"{self.world_size} rank{'s' if self.world_size > 1 else ''} = {sizes}, order {self.order}, {nodes}",
+            f"{ranks} = {sizes}, order {self.order}, {nodes}",
             f"{'mode':<{width}}size  groups",
         ]
         for mode in self.modes:
