@@ -7,6 +7,7 @@ is only possible one level below.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "default_store",
     "default_timeout",
     "describe",
+    "forget_meshes",
     "group_timeout",
     "is_registered",
     "known_groups",
@@ -93,8 +95,8 @@ def new_named_group(
             list(ranks),
             dist.Backend(backend),
             default_store(),
-            group_name=name,  # type: ignore[arg-type]  # GroupName is a NewType of str in some versions
-            backend_options=options,
+            name,  # type: ignore[arg-type]  # GroupName is a NewType of str in some versions
+            options,  # by position: its name has changed
             timeout=timeout,
             group_desc=description,
         )
@@ -121,6 +123,27 @@ def group_timeout(group: ProcessGroup) -> timedelta | None:
 def describe(group: ProcessGroup, description: str) -> None:
     """Set what ``group.group_desc`` says."""
     group._set_group_desc(description)
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's caches; call it when groups that meshes were made of are gone.
+
+    Two meshes over equal ranks compare equal, so a cache would answer for a new one with the old one, whose
+    groups are dead.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    if tensor is None or redistribute is None:
+        return
+    # The public function for this, in torch.distributed.tensor.debug, takes seconds to import.
+    dispatcher = tensor.DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    redistribute._gen_transform_infos.cache_clear()
+    for owner, name in (
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
+        (redistribute, "clear_redistribute_planner_cache"),
+    ):
+        getattr(owner, name, lambda: None)()  # newer versions of torch have more caches
 
 
 def known_groups() -> list[ProcessGroup]:

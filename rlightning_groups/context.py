@@ -625,6 +625,7 @@ class ParallelContext:
             if state is None:
                 return
             self._was_destroyed = True
+            _torch_compat.forget_meshes()
             if not dist.is_initialized() or dist.group.WORLD is not state.world:
                 return  # somebody destroyed the world, and our groups with it
             if state.owns_world:
