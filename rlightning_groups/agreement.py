@@ -15,7 +15,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -54,7 +54,7 @@ class Agreement:
     """What the ranks agreed on.
 
     Attributes:
-        round: how many agreements this store has seen before; names made from it are new.
+        round: how many rounds, failed ones included, this store has seen before; names made from it are new.
         nodes: runs of (node, number of consecutive ranks on it), nodes counted from 0.
     """
 
@@ -81,7 +81,7 @@ def agree(store: Store, rank: int, world_size: int, statement: Statement, timeou
     """
     store = PrefixStore(_PREFIX, store)
     deadline = time.monotonic() + timeout.total_seconds()
-    round_ = (store.add("arrivals", 1) - 1) // world_size
+    round_ = store.add("round", 0)
     here = PrefixStore(str(round_), store)
 
     said = dict(statement.settings)
@@ -95,39 +95,48 @@ def agree(store: Store, rank: int, world_size: int, statement: Statement, timeou
     here.append("records", record + "\n")  # type: ignore[attr-defined]  # missing from torch's stubs
 
     if here.add("recorded", 1) == world_size:
-        verdict = _judge(here)
-        here.set("verdict", json.dumps(verdict))
-        # Every rank has read the last round's verdict, or it would not be in this one.
-        for key in ("records", "recorded", *(f"settings/{d}" for d in verdict["digests"])):
-            here.delete_key(key)
+        _decide(store, round_, lambda: _judge(here))
         if round_:
-            PrefixStore(str(round_ - 1), store).delete_key("verdict")
-    else:
-        try:
-            here.wait(["verdict"], max(timedelta(0), timedelta(seconds=deadline - time.monotonic())))
-        except DistNetworkError:
-            raise
-        except RuntimeError:
-            raise AgreementError(_missing(here, rank, world_size, timeout)) from None
-        verdict = json.loads(here.get("verdict"))
+            # Every rank has read the last round's verdict, or it would not be in this one.
+            for key in ("decided", "verdict"):
+                PrefixStore(str(round_ - 1), store).delete_key(key)
+    try:
+        # A wait of less than a millisecond is taken for one without end.
+        here.wait(["verdict"], max(timedelta(milliseconds=1), timedelta(seconds=deadline - time.monotonic())))
+    except DistNetworkError:
+        raise
+    except RuntimeError:
+        _decide(store, round_, lambda: {"error": _missing(here, world_size, timeout)})
+    verdict = json.loads(here.get("verdict"))
     if verdict["error"] is not None:
         raise AgreementError(verdict["error"])
     return Agreement(round_, tuple((node, count) for node, count in verdict["nodes"]))
+
+
+def _decide(store: Store, round_: int, judge: Callable[[], dict[str, Any]]) -> None:
+    """Publish a round's verdict, unless another rank does, and open the next round."""
+    here = PrefixStore(str(round_), store)
+    if here.add("decided", 1) > 1:
+        return
+    verdict = judge()
+    digests = {json.loads(line)[1] for line in here.get("records").decode().splitlines()}
+    # The next round is open before anybody can have read this verdict and come again.
+    store.add("round", 1)
+    here.set("verdict", json.dumps(verdict))
+    for key in ("records", "recorded", *(f"settings/{digest}" for digest in digests)):
+        here.delete_key(key)
 
 
 def _judge(store: Store) -> dict[str, Any]:
     records = sorted(json.loads(line) for line in store.get("records").decode().splitlines())
     digests = sorted({digest for _, digest, _, _ in records})
     texts = {digest: json.loads(store.get(f"settings/{digest}")) for digest in digests}
-    verdict: dict[str, Any] = {"digests": digests, "error": None, "nodes": []}
     error = _compare(records, texts) or _compare_lists(records)
     if error is not None:
-        verdict["error"] = error
-        return verdict
+        return {"error": error}
     numbers: dict[str, int] = {}
     nodes = [numbers.setdefault(node, len(numbers)) for _, _, node, _ in records]
-    verdict["nodes"] = [[node, len(list(run))] for node, run in itertools.groupby(nodes)]
-    return verdict
+    return {"error": None, "nodes": [[node, len(list(run))] for node, run in itertools.groupby(nodes)]}
 
 
 def _compare(
@@ -169,15 +178,13 @@ def _compare_lists(records: Sequence[_Record]) -> str | None:
     return None
 
 
-def _missing(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    here = {rank}
-    if store.check(["records"]):
-        here |= {json.loads(line)[0] for line in store.get("records").decode().splitlines()}
+def _missing(store: Store, world_size: int, timeout: timedelta) -> str:
+    here = {json.loads(line)[0] for line in store.get("records").decode().splitlines()}
     missing = [other for other in range(world_size) if other not in here]
     return (
-        f"{_name_ranks(missing) if missing else 'some ranks'} did not call initialize within "
-        f"{timeout.total_seconds():g} s; {len(here)} of {world_size} did. Start every rank, and see whether "
-        f"one of them ended with an error of its own"
+        f"{_name_ranks(missing)} did not call initialize within {timeout.total_seconds():g} s; "
+        f"{len(here)} of {world_size} did. Start every rank, and see whether one of them ended with an "
+        f"error of its own"
     )
 
 

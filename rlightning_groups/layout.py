@@ -93,7 +93,7 @@ sizes that do: 1, 2, 4, 8
             object.__setattr__(self, name, value)
 
         freeze("world_size", _size("world_size", self.world_size))
-        extra = dict(self.extra_axes or {})
+        extra = dict(_mapping("extra_axes", self.extra_axes))
         for name in extra:
             _check_axis_name(name)
         freeze(
@@ -154,12 +154,12 @@ sizes that do: 1, 2, 4, 8
     def _check_composed(self) -> dict[str, tuple[str, ...]]:
         taken = {*_RESERVED, *(name.upper() for name in self._extra)}
         result: dict[str, tuple[str, ...]] = {}
-        for mode, names in (self.composed or {}).items():
+        for mode, names in _mapping("composed", self.composed).items():
             if not isinstance(mode, str) or not mode or mode in taken:
                 raise LayoutError(
                     f"composed mode {mode!r} must be a new name; taken are {', '.join(sorted(taken))}"
                 )
-            axes = (names,) if isinstance(names, str) else tuple(names)
+            axes = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
             if not axes or len(set(axes)) != len(axes) or not set(axes) <= set(self.axes):
                 raise LayoutError(
                     f"composed[{mode!r}]={axes!r} must name different axes out of {', '.join(self.axes)}"
@@ -170,20 +170,25 @@ sizes that do: 1, 2, 4, 8
     def _freeze_nodes(self, freeze: Any) -> None:
         world = self.world_size
         if self.node_of_rank is not None:
-            if self.node_sizes is not None:
-                raise LayoutError("node_sizes and node_of_rank were both given; give one of them")
-            nodes = tuple(self.node_of_rank)
+            given = self.node_of_rank
+            if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+                raise LayoutError(f"node_of_rank must list the node of each rank, got {given!r}")
+            nodes = tuple(_integer("node_of_rank", node) for node in given)
             if len(nodes) != world or set(nodes) != set(range(len(set(nodes)))):
                 raise LayoutError(
                     f"node_of_rank must give each of the {world} ranks a node counted from 0 without gaps, "
                     f"got {_short(nodes)}"
                 )
-            if list(nodes) == sorted(nodes):  # consecutive after all: the compact form says it
-                freeze("node_of_rank", None)
-                freeze("node_sizes", tuple(len(list(run)) for _, run in itertools.groupby(nodes)))
-                return
             freeze("node_of_rank", nodes)
-            freeze("node_sizes", tuple(len(members) for members in self._scattered_nodes))
+            sizes = tuple(len(members) for members in self._scattered_nodes)
+            if self.node_sizes is not None and tuple(self.node_sizes) != sizes:
+                raise LayoutError(
+                    f"node_sizes {_short(self.node_sizes)} and node_of_rank, whose nodes have "
+                    f"{_short(sizes)} ranks, were both given; give one of them"
+                )
+            freeze("node_sizes", sizes)
+            if list(nodes) == sorted(nodes):  # consecutive after all: the sizes say it
+                freeze("node_of_rank", None)
             return
         if self.node_sizes is None:
             freeze("node_sizes", (world,))
@@ -278,7 +283,7 @@ sizes that do: 1, 2, 4, 8
         rank = self._check_rank(rank)
         return {axis: rank // self._strides[axis] % size for axis, size in self.sizes.items()}
 
-    def rank(self, **coordinates: int) -> int:
+    def rank(self, /, **coordinates: int) -> int:
         """The world rank at the given coordinates, the inverse of :meth:`coordinates`.
 
         Args:
@@ -540,6 +545,14 @@ def check_ranks(ranks: Iterable[int], world_size: int, name: str = "ranks") -> l
         repeated = sorted({rank for rank in result if result.count(rank) > 1})
         raise LayoutError(f"{name}={_short(result)} repeats {_short(repeated)}; each rank may stand once")
     return result
+
+
+def _mapping(name: str, value: Any) -> Mapping[Any, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise LayoutError(f"{name}={value!r} is a {type(value).__name__}; it must be a mapping")
+    return value
 
 
 def _integer(name: str, value: object) -> int:
