@@ -7,6 +7,7 @@ is only possible one level below.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -30,9 +31,9 @@ __all__ = [
     "group_timeout",
     "is_registered",
     "known_groups",
+    "launcher_store",
     "new_named_group",
     "new_store_of_one",
-    "rendezvous",
 ]
 
 
@@ -41,9 +42,21 @@ def default_store() -> Store:
     return c10d._get_default_store()
 
 
-def rendezvous(timeout: timedelta) -> Store:
-    """The store that the launcher's environment variables lead to."""
-    store: Store = next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]
+def launcher_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """The store that the launcher's environment variables lead to, without waiting for the other ranks.
+
+    torchrun's agent serves one; under other launchers rank 0 does, at MASTER_ADDR and MASTER_PORT.
+    """
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=serves,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=serves,
+    )
     return store
 
 

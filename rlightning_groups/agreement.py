@@ -28,7 +28,8 @@ from rlightning_groups.errors import AgreementError
 _PREFIX = "rlightning_groups/agreement"
 _FAILURE = "failed before it could say"
 _SHOWN_RANKS = 16
-# (rank, digest of its settings, node, [digest, length] of each extra group's list)
+_LEAVING_SECONDS = 2.0
+# (rank, digest of its settings, node, [digest, length, text] of each extra group's list)
 _Record = tuple[int, str, str, Sequence[Sequence[Any] | None]]
 
 
@@ -62,7 +63,14 @@ class Agreement:
     nodes: tuple[tuple[int, int], ...]
 
 
-def agree(store: Store, rank: int, world_size: int, statement: Statement, timeout: timedelta) -> Agreement:
+def agree(
+    store: Store,
+    rank: int,
+    world_size: int,
+    statement: Statement,
+    timeout: timedelta,
+    call: str = "initialize",
+) -> Agreement:
     """Compare this rank's statement with every other rank's; every rank of the world calls it.
 
     Args:
@@ -71,6 +79,7 @@ def agree(store: Store, rank: int, world_size: int, statement: Statement, timeou
         world_size: number of processes.
         statement: what this rank was asked for.
         timeout: how long to wait for ranks that have not called.
+        call: what the ranks call, for the message.
 
     Returns:
         The agreement, equal on all ranks.
@@ -90,7 +99,9 @@ def agree(store: Store, rank: int, world_size: int, statement: Statement, timeou
     text = json.dumps(said)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     here.set(f"settings/{digest}", text)
-    lists = [None if ranks is None else [_digest(ranks), len(ranks)] for ranks in statement.lists]
+    lists = [
+        None if ranks is None else [_digest(ranks), len(ranks), _short(ranks)] for ranks in statement.lists
+    ]
     record = json.dumps([rank, digest, statement.node, lists])
     here.append("records", record + "\n")  # type: ignore[attr-defined]  # missing from torch's stubs
 
@@ -98,7 +109,7 @@ def agree(store: Store, rank: int, world_size: int, statement: Statement, timeou
         _decide(store, round_, lambda: _judge(here))
         if round_:
             # Every rank has read the last round's verdict, or it would not be in this one.
-            for key in ("decided", "verdict"):
+            for key in ("decided", "verdict", "left"):
                 PrefixStore(str(round_ - 1), store).delete_key(key)
     try:
         # A wait of less than a millisecond is taken for one without end.
@@ -106,9 +117,10 @@ def agree(store: Store, rank: int, world_size: int, statement: Statement, timeou
     except DistNetworkError:
         raise
     except RuntimeError:
-        _decide(store, round_, lambda: {"error": _missing(here, world_size, timeout)})
+        _decide(store, round_, lambda: {"error": _missing(here, world_size, timeout, call)})
     verdict = json.loads(here.get("verdict"))
     if verdict["error"] is not None:
+        _leave(here, rank, verdict["present"])
         raise AgreementError(verdict["error"])
     return Agreement(round_, tuple((node, count) for node, count in verdict["nodes"]))
 
@@ -119,12 +131,22 @@ def _decide(store: Store, round_: int, judge: Callable[[], dict[str, Any]]) -> N
     if here.add("decided", 1) > 1:
         return
     verdict = judge()
-    digests = {json.loads(line)[1] for line in here.get("records").decode().splitlines()}
+    records = here.get("records").decode().splitlines()
+    verdict["present"] = len(records)
+    digests = {json.loads(line)[1] for line in records}
     # The next round is open before anybody can have read this verdict and come again.
     store.add("round", 1)
     here.set("verdict", json.dumps(verdict))
     for key in ("records", "recorded", *(f"settings/{digest}" for digest in digests)):
         here.delete_key(key)
+
+
+def _leave(here: Store, rank: int, present: int) -> None:
+    """After an error, rank 0 goes last: it may be the one that serves the store."""
+    here.add("left", 1)
+    deadline = time.monotonic() + _LEAVING_SECONDS
+    while rank == 0 and here.add("left", 0) < present and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _judge(store: Store) -> dict[str, Any]:
@@ -168,21 +190,25 @@ def _compare_lists(records: Sequence[_Record]) -> str | None:
     """The message for extra groups whose members do not all plan the same ranks."""
     for index in range(len(records[0][3])):
         planned = [(rank, lists[index]) for rank, _, _, lists in records]
-        claims = Counter(tuple(plan) for _, plan in planned if plan)
-        wrong = [rank for rank, plan in planned if plan and claims[tuple(plan)] != plan[1]]
+        claims = Counter(plan[0] for _, plan in planned if plan)
+        wrong: dict[str, list[int]] = {}
+        for rank, plan in planned:
+            if plan and claims[plan[0]] != plan[1]:
+                wrong.setdefault(plan[2], []).append(rank)
         if wrong:
+            told = "; ".join(f"{text} on {_name_ranks(ranks)}" for text, ranks in wrong.items())
             return (
-                f"extra group number {index} is planned with different ranks by its own members: see "
-                f"{_name_ranks(wrong)}; every rank in a group must be given the same list, itself included"
+                f"extra group number {index} is planned with different ranks by its own members: {told}. "
+                f"Every rank in a group must be given the same list"
             )
     return None
 
 
-def _missing(store: Store, world_size: int, timeout: timedelta) -> str:
+def _missing(store: Store, world_size: int, timeout: timedelta, call: str) -> str:
     here = {json.loads(line)[0] for line in store.get("records").decode().splitlines()}
     missing = [other for other in range(world_size) if other not in here]
     return (
-        f"{_name_ranks(missing)} did not call initialize within {timeout.total_seconds():g} s; "
+        f"{_name_ranks(missing)} did not call {call} within {timeout.total_seconds():g} s; "
         f"{len(here)} of {world_size} did. Start every rank, and see whether one of them ended with an "
         f"error of its own"
     )
@@ -190,6 +216,11 @@ def _missing(store: Store, world_size: int, timeout: timedelta) -> str:
 
 def _digest(ranks: Sequence[int]) -> str:
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+def _short(ranks: Sequence[int]) -> str:
+    shown = [str(rank) for rank in ranks[:_SHOWN_RANKS]]
+    return ",".join(shown if len(ranks) <= _SHOWN_RANKS else [*shown, f"... ({len(ranks)} in all)"])
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

@@ -14,19 +14,17 @@ Three steps, three kinds of value: a request (what was asked for), a layout (who
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, Optional, Union
+from typing import Any, NoReturn, Optional
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlightning_groups import _torch_compat
 from rlightning_groups._torch_compat import Store
-from rlightning_groups._version import __version__
 from rlightning_groups.agreement import Statement, agree
 from rlightning_groups.errors import AgreementError, ContextError, LayoutError, ModeError
 from rlightning_groups.group_initializer import (
@@ -40,6 +38,15 @@ from rlightning_groups.launch import Launch, node_name
 from rlightning_groups.layout import ParallelLayout
 from rlightning_groups.mesh import mesh_of_groups
 from rlightning_groups.modes import ParallelMode
+from rlightning_groups.request import (
+    Initializer,
+    Initializers,
+    Plan,
+    Request,
+    make_initializer,
+    planned_ranks,
+    print_initializer,
+)
 
 __all__ = [
     "GroupHandle",
@@ -53,9 +60,6 @@ __all__ = [
     "get_world_size",
     "is_initialized",
 ]
-
-Initializer = Union[ProcessGroupInitializer, Callable[[int, int], ProcessGroupInitializer]]  # noqa: UP007
-"""An initializer, or a callable of (rank, world_size) that makes one, such as a class."""
 
 _NAMESPACE = "rlightning_groups"
 
@@ -81,45 +85,11 @@ class GroupHandle:
     cpu_group: ProcessGroup | None
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What ``initialize`` was asked for."""
-
-    tensor_parallel_size: int
-    sequence_parallel_size: int
-    data_parallel_size: int | None
-    order: str
-    backend: str | None
-    timeout: timedelta | None
-    cpu_groups: bool
-    extra_axes: Mapping[str, int] | None
-    composed: Mapping[str, Sequence[str]] | None
-    initializers: tuple[tuple[str | None, Initializer], ...]
-
-    def settings(self) -> dict[str, str]:
-        """What all ranks must have asked for alike, printed."""
-        printed = {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name != "initializers"}
-        return {
-            **printed,
-            "torch": torch.__version__,
-            "rlightning_groups": __version__,
-        }
-
-    def differs_from(self, earlier: _Request) -> str | None:
-        """What this request wants that the earlier one did not give, or ``None``."""
-        always = {"tensor_parallel_size", "sequence_parallel_size", "order"}
-        for f in fields(self):
-            wanted, there = getattr(self, f.name), getattr(earlier, f.name)
-            if (f.name in always or wanted) and wanted != there:
-                return f"{f.name}={wanted!r}, but it runs with {f.name}={there!r}"
-        return None
-
-
 @dataclass
 class _State:
     """Everything a running context holds."""
 
-    request: _Request
+    request: Request
     layout: ParallelLayout
     rank: int
     backend: str
@@ -308,7 +278,7 @@ class ParallelContext:
         order: str = "tp-sp-dp",
         backend: str | None = None,
         timeout: timedelta | float | None = None,
-        initializers: Sequence[Initializer] | Mapping[str, Initializer] = (),
+        initializers: Initializers = (),
         cpu_groups: bool = False,
         extra_axes: Mapping[str, int] | None = None,
         composed: Mapping[str, Sequence[str]] | None = None,
@@ -352,56 +322,56 @@ class ParallelContext:
             ContextError: it runs with other settings, or torch.distributed cannot be started.
         """
         with self._lock:
-            request = _Request(
+            request = Request(
                 tensor_parallel_size,
                 sequence_parallel_size,
                 data_parallel_size,
                 order,
                 backend,
-                timeout,  # type: ignore[arg-type]  # a number until _prepare turns it into a timedelta
+                timeout,
+                initializers,
                 cpu_groups,
                 extra_axes,
                 composed,
-                tuple(initializers.items())
-                if isinstance(initializers, Mapping)
-                else tuple((None, one) for one in initializers),
+                backend_options,
             )
             if self._state is not None and self._world_is_gone():
                 self.destroy()
             if self._state is not None:
-                difference = request.differs_from(self._state.request)
+                state = self._state
+                difference = request.differs_from(state.request, state.layout, state.backend)
                 if difference is None:
                     return self
                 raise ContextError(
                     f"the context is initialized already: asked for {difference}. Call destroy() first"
                 )
-            self._start(request, backend_options, node)
+            self._start(request, node)
             return self
 
-    def _start(self, request: _Request, options: Mapping[str, Any] | None, node: str | None) -> None:
+    def _start(self, request: Request, node: str | None) -> None:
         launch = Launch.find()
         failure: Exception | None = None
-        prepared: _Prepared | None = None
+        plan: Plan | None = None
         try:
-            prepared = _prepare(request, launch)
+            plan = request.plan(launch)
         except Exception as error:  # told to the other ranks, then raised
             failure = error
         try:
-            round_, nodes, store = _agree(launch, request, prepared, failure, node)
+            round_, nodes, store = _agree(launch, request, plan, failure, node)
         except AgreementError:
             if failure is None:
                 raise
         if failure is not None:
             raise failure  # this rank's own error says more than the agreement's
-        assert prepared is not None
-        layout = _with_nodes(prepared.layout, nodes)
+        assert plan is not None
+        layout = _with_nodes(plan.layout, nodes)
         try:
             if store is not None and not launch.running:
-                launch.start_world(store, prepared.backend, prepared.timeout, round_)
+                launch.start_world(store, plan.backend, plan.timeout, round_)
             world = dist.group.WORLD
             assert world is not None
-            wanted = prepared.timeout
-            share_world = _torch_compat.default_backend() == prepared.backend and (
+            wanted = plan.timeout
+            share_world = _torch_compat.default_backend() == plan.backend and (
                 wanted is None or wanted == _torch_compat.group_timeout(world)
             )
             own_modes: dict[tuple[int, ...], list[str]] = {}
@@ -412,27 +382,27 @@ class ParallelContext:
                 request=request,
                 layout=layout,
                 rank=launch.rank,
-                backend=prepared.backend,
+                backend=plan.backend,
                 world=world,
                 owns_world=not launch.running,
                 store=None if launch.pretends else _torch_compat.default_store(),
                 factories=(
                     GroupFactory(
-                        namespace, prepared.timeout, options, lambda ranks: own_modes.get(tuple(ranks), ())
+                        namespace, plan.timeout, plan.options, lambda ranks: own_modes.get(tuple(ranks), ())
                     ),
-                    GroupFactory(f"{namespace}/cpu", prepared.timeout),
+                    GroupFactory(f"{namespace}/cpu", plan.timeout),
                 ),
                 made_elsewhere=[],
                 meshes={},
                 world_description=world.group_desc,
             )
-            if share_world and ParallelMode.GLOBAL not in (options or {}):
+            if share_world and ParallelMode.GLOBAL not in plan.options:
                 everyone = layout.ranks_in_group(ParallelMode.GLOBAL, launch.rank)
-                self._state.factories[0].adopt(world, everyone, prepared.backend)
+                self._state.factories[0].adopt(world, everyone, plan.backend)
                 _torch_compat.describe(world, ",".join(own_modes[tuple(everyone)]))
             for mode in layout.modes:
                 self._add(LayoutGroupInitializer(launch.rank, layout, mode), None)
-            for name, initializer in prepared.initializers:
+            for name, initializer in plan.initializers:
                 self._add(initializer, name)
         except BaseException:
             if self._state is not None:
@@ -458,20 +428,20 @@ class ParallelContext:
             failure: Exception | None = None
             made: ProcessGroupInitializer | None = None
             try:
-                made = _make(initializer, state.rank, state.layout.world_size)
+                made = make_initializer(initializer, state.rank, state.layout.world_size)
                 self._check_new(made.mode, name)
             except Exception as error:
                 failure = error
             if state.store is not None:
                 statement = Statement(
-                    settings={"register": _print_initializer(made, name)},
+                    settings={"register": print_initializer(made, name)},
                     node="",
-                    lists=[_planned(made)],
+                    lists=[planned_ranks(made)],
                     failure=_say(failure),
                 )
                 timeout = state.factories[0].timeout or _torch_compat.default_timeout(state.backend)
                 try:
-                    agree(state.store, state.rank, state.layout.world_size, statement, timeout)
+                    agree(state.store, state.rank, state.layout.world_size, statement, timeout, "register")
                 except AgreementError:
                     if failure is None:
                         raise
@@ -656,101 +626,27 @@ class ParallelContext:
         return f"ParallelContext(rank {self._state.rank} of {self._state.layout}, {self._state.backend})"
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A request made sense of, before any communication."""
-
-    layout: ParallelLayout
-    backend: str
-    timeout: timedelta | None
-    initializers: list[tuple[str | None, ProcessGroupInitializer]]
-
-
-def _prepare(request: _Request, launch: Launch) -> _Prepared:
-    layout = ParallelLayout(
-        launch.world_size,
-        tensor_parallel_size=request.tensor_parallel_size,
-        sequence_parallel_size=request.sequence_parallel_size,
-        data_parallel_size=request.data_parallel_size,  # type: ignore[arg-type]
-        order=request.order,
-        extra_axes=request.extra_axes,
-        composed=request.composed,
-    )
-    made = [(name, _make(one, launch.rank, launch.world_size)) for name, one in request.initializers]
-    taken: set[tuple[str | None, str | None]] = {(mode, None) for mode in layout.modes}
-    for name, initializer in made:
-        if (initializer.mode, name) in taken:
-            raise LayoutError(
-                f"two groups of mode {initializer.mode!r} are named {name!r}; pass initializers as a mapping "
-                f"that gives each a name"
-            )
-        taken.add((initializer.mode, name))
-        _planned(initializer)
-    return _Prepared(layout, request.backend or launch.default_backend(), _seconds(request.timeout), made)
-
-
 def _agree(
-    launch: Launch, request: _Request, prepared: _Prepared | None, failure: Exception | None, node: str | None
+    launch: Launch, request: Request, plan: Plan | None, failure: Exception | None, node: str | None
 ) -> tuple[int, Sequence[tuple[int, int]], Store | None]:
     """Compare this request with the other ranks'; returns the round, the nodes and the store."""
     if launch.pretends:
         return 0, [(0, launch.world_size)], None
-    settings, made, timeout = request.settings(), [], None
-    if prepared is not None:
-        made, timeout = prepared.initializers, prepared.timeout
-        # What the request came to, so that a size spelled out equals the same size left open.
-        settings |= {
-            "data_parallel_size": str(prepared.layout.data_parallel_size),
-            "backend": prepared.backend,
-        }
     statement = Statement(
-        settings={
-            **settings,
-            "initializers": ", ".join(_print_initializer(one, name) for name, one in made) or "none",
-        },
+        settings=request.settings(plan),
         node=node if node is not None else node_name(),
-        lists=[_planned(initializer) for _, initializer in made],
+        lists=[planned_ranks(initializer) for _, initializer in plan.initializers]
+        if plan is not None
+        else [],
         failure=_say(failure),
     )
+    timeout = plan.timeout if plan is not None else None
     agreement, store = launch.agree(statement, timeout or _torch_compat.default_timeout("gloo"))
     return agreement.round, agreement.nodes, store
 
 
-def _make(initializer: Initializer, rank: int, world_size: int) -> ProcessGroupInitializer:
-    made = initializer if isinstance(initializer, ProcessGroupInitializer) else initializer(rank, world_size)
-    if not isinstance(made, ProcessGroupInitializer):
-        raise LayoutError(
-            f"{initializer!r} gave a {type(made).__name__}; an initializer is a ProcessGroupInitializer or a "
-            f"callable of (rank, world_size) that makes one"
-        )
-    return made
-
-
-def _planned(initializer: ProcessGroupInitializer | None) -> list[int] | None:
-    """The ranks an initializer will use, where it can say so beforehand."""
-    return initializer.planned_ranks() if isinstance(initializer, RankListInitializer) else None
-
-
-def _print_initializer(initializer: ProcessGroupInitializer | None, name: str | None) -> str:
-    if initializer is None:
-        return "nothing"
-    return f"{type(initializer).__qualname__}(mode={initializer.mode!r}, name={name!r})"
-
-
 def _say(failure: Exception | None) -> str | None:
     return None if failure is None else f"{type(failure).__name__}: {failure}"
-
-
-def _seconds(timeout: timedelta | float | None) -> timedelta | None:
-    if timeout is None or isinstance(timeout, timedelta):
-        result = timeout
-    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
-        result = timedelta(seconds=timeout)
-    else:
-        raise LayoutError(f"timeout={timeout!r} must be a timedelta or a number of seconds")
-    if result is not None and result <= timedelta(0):
-        raise LayoutError(f"timeout={timeout!r} must be longer than nothing")
-    return result
 
 
 def _with_nodes(layout: ParallelLayout, runs: Sequence[tuple[int, int]]) -> ParallelLayout:

@@ -113,7 +113,8 @@ class Launch:
             return _torch_compat.default_store()
         if self.alone:
             return _store_of_one()
-        return _torch_compat.rendezvous(timeout)
+        # Torch's own rendezvous waits for all ranks and cannot say which one is missing; the agreement can.
+        return _torch_compat.launcher_store(self.rank, self.world_size, timeout)
 
     def start_world(self, store: Store, backend: str, timeout: timedelta | None, round_: int) -> None:
         """Start torch.distributed.
@@ -127,15 +128,15 @@ class Launch:
         Raises:
             ContextError: torch refuses.
         """
-        if "nccl" in backend and "LOCAL_RANK" in os.environ:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         # A prefix of its own, or a second world would read what the first one left in the store.
         prefixed = _torch_compat.PrefixStore(f"rlightning_groups/world/{round_}", store)
         try:
+            if "nccl" in backend and "LOCAL_RANK" in os.environ:
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group(
                 backend, store=prefixed, rank=self.rank, world_size=self.world_size, timeout=timeout
             )
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # torch raises half a dozen kinds
             raise ContextError(
                 f"torch.distributed could not start with backend {backend!r}: {error}"
             ) from error
