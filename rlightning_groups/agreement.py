@@ -191,12 +191,11 @@ def _compare_lists(records: Sequence[_Record]) -> str | None:
     for index in range(len(records[0][3])):
         planned = [(rank, lists[index]) for rank, _, _, lists in records]
         claims = Counter(plan[0] for _, plan in planned if plan)
-        wrong: dict[str, list[int]] = {}
-        for rank, plan in planned:
-            if plan and claims[plan[0]] != plan[1]:
-                wrong.setdefault(plan[2], []).append(rank)
-        if wrong:
-            told = "; ".join(f"{text} on {_name_ranks(ranks)}" for text, ranks in wrong.items())
+        if any(plan and claims[plan[0]] != plan[1] for _, plan in planned):
+            said: dict[str, list[int]] = {}
+            for rank, plan in planned:
+                said.setdefault(plan[2] if plan else "no group", []).append(rank)
+            told = "; ".join(f"{text} on {_name_ranks(ranks)}" for text, ranks in said.items())
             return (
                 f"extra group number {index} is planned with different ranks by its own members: {told}. "
                 f"Every rank in a group must be given the same list"

@@ -302,7 +302,7 @@ class ParallelContext:
             backend: torch backend of the groups; ``None`` is that of a running world, else nccl for CUDA,
                 gloo for CPU, torch's own default for other accelerators.
             timeout: how long a collective, and the wait for other ranks at start-up, may take, in seconds
-                where it is a number; ``None`` is torch's default for the backend.
+                where it is a number; ``None`` is that of a running world, else torch's default.
             initializers: further groups, by initializer or by a callable of (rank, world_size) that makes one
                 (a mapping gives them names).
             cpu_groups: make a gloo group beside each accelerator group.
@@ -370,13 +370,16 @@ class ParallelContext:
                 launch.start_world(store, plan.backend, plan.timeout, round_)
             world = dist.group.WORLD
             assert world is not None
-            wanted = plan.timeout
+            timeout = plan.timeout or _torch_compat.group_timeout(world)
             share_world = _torch_compat.default_backend() == plan.backend and (
-                wanted is None or wanted == _torch_compat.group_timeout(world)
+                timeout == _torch_compat.group_timeout(world)
             )
             own_modes: dict[tuple[int, ...], list[str]] = {}
             for mode in layout.modes:
                 own_modes.setdefault(tuple(layout.ranks_in_group(mode, launch.rank)), []).append(mode)
+            for _, initializer in plan.initializers:
+                if ranks := planned_ranks(initializer):
+                    own_modes.setdefault(tuple(ranks), []).append(str(initializer.mode))
             namespace = f"{_NAMESPACE}/{round_}"
             self._state = _State(
                 request=request,
@@ -388,9 +391,9 @@ class ParallelContext:
                 store=None if launch.pretends else _torch_compat.default_store(),
                 factories=(
                     GroupFactory(
-                        namespace, plan.timeout, plan.options, lambda ranks: own_modes.get(tuple(ranks), ())
+                        namespace, timeout, plan.options, lambda ranks: own_modes.get(tuple(ranks), ())
                     ),
-                    GroupFactory(f"{namespace}/cpu", plan.timeout),
+                    GroupFactory(f"{namespace}/cpu", timeout),
                 ),
                 made_elsewhere=[],
                 meshes={},

@@ -123,7 +123,8 @@ sizes that do: 1, 2, 4, 8
         object.__setattr__(self, "sequence_parallel_size", sizes["sequence_parallel_size"])
 
         product = math.prod(sizes.values())
-        text = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "1"
+        telling = {name: size for name, size in sizes.items() if size > 1} or sizes
+        text = " x ".join(f"{name}={size}" for name, size in telling.items())
         if "data_parallel_size" not in asked:
             if world % product:
                 raise LayoutError(
