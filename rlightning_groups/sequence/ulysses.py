@@ -63,8 +63,8 @@ def ulysses_attention(
     heads = q.shape[1]
     if heads % size:
         raise ShapeError(
-            f"{heads} heads do not divide over the {size} ranks of {mode}; use a multiple of {size} heads, or "
-            f"a group whose size divides {heads}"
+            f"{heads} heads do not divide over the {size} ranks of {mode}; use a multiple of {size} heads, "
+            f"or a group whose size divides {heads}"
         )
     if size == 1:
         return attention(q, k, v, is_causal=causal)
