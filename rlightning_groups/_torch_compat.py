@@ -152,6 +152,8 @@ def forget_meshes() -> None:
     dispatcher = tensor.DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     redistribute._gen_transform_infos.cache_clear()
+    if utils := sys.modules.get("torch.distributed.tensor._collective_utils"):
+        utils.MeshTopoInfo.build_from_mesh.cache_clear()
     for owner, name in (
         (torch._C, "_clear_DTensor_sharding_propagator_cache"),
         (redistribute, "clear_redistribute_planner_cache"),

@@ -46,7 +46,9 @@ def is_replicated_over(tensor: Tensor, ranks: Sequence[int], rank: int) -> bool:
     return set(ranks) & on_mesh <= {rank}
 
 
-def synchronize_replicas(module: nn.Module, group: ProcessGroup, bucket_mb: float = 250.0) -> None:
+def synchronize_replicas(
+    module: nn.Module, group: ProcessGroup, device: torch.device | None = None, bucket_mb: float = 250.0
+) -> None:
     """Give every rank of a group the parameters and buffers of the group's first rank.
 
     Meant for a group whose ranks hold copies of the same weights; a DTensor that is itself spread over the
@@ -55,6 +57,7 @@ def synchronize_replicas(module: nn.Module, group: ProcessGroup, bucket_mb: floa
     Args:
         module: the model.
         group: ranks that hold the same weights.
+        device: where the group's backend wants tensors to be; ``None`` leaves them where they are.
         bucket_mb: how many MiB travel in one broadcast.
     """
     ranks = dist.get_process_group_ranks(group)
@@ -64,7 +67,7 @@ def synchronize_replicas(module: nn.Module, group: ProcessGroup, bucket_mb: floa
     states = [*module.parameters(), *module.buffers()]
     tensors = [local_tensor(one.detach()) for one in states if is_replicated_over(one, ranks, rank)]
     for bucket in _buckets(tensors, int(bucket_mb * _MEBI)):
-        flat = torch.cat([one.reshape(-1) for one in bucket])
+        flat = torch.cat([one.reshape(-1) for one in bucket]).to(device)
         dist.broadcast(flat, src=ranks[0], group=group)
         with torch.no_grad():
             for one, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
@@ -76,7 +79,6 @@ class _Bucket:
     """Parameters whose gradients travel together."""
 
     parameters: list[nn.Parameter]
-    touched: set[int] = field(default_factory=set)  # since the last average
     arrived: set[int] = field(default_factory=set)  # in the pass that is running
     buffer: Tensor | None = None
     work: Any = None
@@ -113,6 +115,7 @@ class GradientReducer:
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
         self._running = False
+        self._finished = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained]
 
     @contextmanager
@@ -132,7 +135,12 @@ class GradientReducer:
             bucket.arrived.clear()
             bucket.buffer = bucket.work = None
         self._next = 0
-        self._running = False
+        self._running = self._finished = False
+
+    def flush(self) -> None:
+        """Take part in the average after a pass in which this rank's loss reached no parameter at all."""
+        if self.synchronizes and not self._finished:
+            self._finish()
 
     def remove(self) -> None:
         """Take the hooks off the parameters again."""
@@ -142,7 +150,6 @@ class GradientReducer:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         bucket = self._bucket_of[id(parameter)]
-        bucket.touched.add(id(parameter))
         if not self.synchronizes:
             return
         if not self._running:
@@ -164,7 +171,7 @@ class GradientReducer:
                 parts.append(torch.zeros_like(local_tensor(p)).reshape(-1))
             else:
                 parts.append(local_tensor(p.grad).reshape(-1))
-            flags += [float(id(p) in bucket.touched), *_partial_flags(p)]
+            flags += [float(p.grad is not None), *_partial_flags(p)]
         parts.append(torch.tensor(flags, dtype=first.dtype, device=first.device))
         bucket.buffer = torch.cat(parts).div_(self.size)
         bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
@@ -174,11 +181,10 @@ class GradientReducer:
             self._start(bucket)
         for bucket in self._buckets:
             self._collect(bucket)
-            bucket.touched.clear()
             bucket.arrived.clear()
             bucket.buffer = bucket.work = None
         self._next = 0
-        self._running = False
+        self._running, self._finished = False, True
 
     @torch.no_grad()
     def _collect(self, bucket: _Bucket) -> None:
@@ -188,7 +194,7 @@ class GradientReducer:
         *parts, flags = bucket.buffer.split([*sizes, bucket.buffer.numel() - sum(sizes)])
         # Reading the flags waits for an accelerator; a rank that took part in everything need not.
         told: Iterator[float] | None = None
-        if len(bucket.touched) < len(bucket.parameters):
+        if any(p.grad is None for p in bucket.parameters):
             told = iter(flags.tolist())
         for p, part in zip(bucket.parameters, parts, strict=True):
             partial: list[bool] = []

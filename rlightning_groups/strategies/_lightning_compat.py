@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,12 @@ class LightningNames:
     Attributes:
         optimizers_to_device: moves optimizer states; (optimizers, device).
         worker_init_function: seeds a dataloader worker; (worker_id, rank).
-        all_gather: gathers a tensor over a group; (tensor, group, sync_grads).
         rank_zero_info: logs on world rank 0.
         rank_zero_warn: warns on world rank 0.
     """
 
     optimizers_to_device: Callable[..., None]
     worker_init_function: Callable[..., None]
-    all_gather: Callable[..., Any]
     rank_zero_info: Callable[..., None]
     rank_zero_warn: Callable[..., None]
 
@@ -43,7 +40,6 @@ def names_of(namespace: str) -> LightningNames:
     return LightningNames(
         optimizers_to_device=import_module(f"{fabric}.utilities.optimizer")._optimizers_to_device,
         worker_init_function=import_module(f"{fabric}.utilities.seed").pl_worker_init_function,
-        all_gather=import_module(f"{fabric}.utilities.distributed")._all_gather_ddp_if_available,
         rank_zero_info=import_module(f"{namespace}.utilities.rank_zero").rank_zero_info,
         rank_zero_warn=import_module(f"{namespace}.utilities.rank_zero").rank_zero_warn,
     )

@@ -6,6 +6,7 @@ namespace, and replaces whatever assumes that the world is one data-parallel gro
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from rlightning_groups._linear_maps import linear
 from rlightning_groups.checkpoint import full_state, shard_model_state, shard_optimizer_state
 from rlightning_groups.context import ParallelContext, get_group, get_local_rank, get_world_size
 from rlightning_groups.errors import LayoutError
 from rlightning_groups.gradients import GradientReducer, synchronize_replicas
 from rlightning_groups.layout import ParallelLayout, check_size
 from rlightning_groups.modes import ParallelMode
+from rlightning_groups.request import seconds
 from rlightning_groups.strategies._lightning_compat import LightningNames, names_of
 
 if TYPE_CHECKING:
@@ -52,13 +55,14 @@ class HybridParallelCore(_Base):
         sequence_parallel_size: number of ranks that share one sample's tokens.
         data_parallel_size: number of ranks that read different samples; ``"auto"`` takes what is left.
         order: the axes, fastest first; see :class:`~rlightning_groups.ParallelLayout`.
-        timeout: how long a collective may take; ``None`` is torch's default for the backend.
+        timeout: how long a collective may take, in seconds where it is a number; ``None`` is torch's default.
         process_group_backend: torch backend; ``None`` is nccl for CUDA, gloo for CPU.
         find_unused_parameters: as in DistributedDataParallel.
         gradient_as_bucket_view: as in DistributedDataParallel.
         static_graph: as in DistributedDataParallel.
         broadcast_buffers: as in DistributedDataParallel.
-        bucket_cap_mb: MiB of gradients that travel in one all-reduce.
+        bucket_cap_mb: MiB of gradients in one all-reduce; ``None`` is 25, with a smaller first one
+            in DistributedDataParallel.
         ddp_comm_state: as in Lightning's DDPStrategy.
         ddp_comm_hook: as in Lightning's DDPStrategy.
         ddp_comm_wrapper: as in Lightning's DDPStrategy.
@@ -81,13 +85,13 @@ class HybridParallelCore(_Base):
         sequence_parallel_size: int = 1,
         data_parallel_size: int | Literal["auto"] = "auto",
         order: str = "tp-sp-dp",
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
         process_group_backend: str | None = None,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         broadcast_buffers: bool = True,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = None,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -107,7 +111,7 @@ class HybridParallelCore(_Base):
             ddp_comm_hook=ddp_comm_hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=seconds(timeout),
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
@@ -124,8 +128,9 @@ class HybridParallelCore(_Base):
             self.data_parallel_size = check_size("data_parallel_size", data_parallel_size)
         # Checked here once, so that a typing mistake does not wait for the cluster.
         self.order = ParallelLayout(1, order=order).order
-        self._bucket_cap_mb = bucket_cap_mb
+        self._bucket_cap_mb = 25.0 if bucket_cap_mb is None else bucket_cap_mb
         self._reducer: GradientReducer | None = None
+        self._failed = False
 
     @property
     def is_distributed(self) -> bool:
@@ -195,15 +200,21 @@ class HybridParallelCore(_Base):
 
     def _share_seed(self) -> None:
         """Where the ranks were not seeded alike, start all from rank 0's seed: peers must draw the same."""
-        if "PL_GLOBAL_SEED" in os.environ:
+        own = (os.environ.get("PL_GLOBAL_SEED"), torch.initial_seed())
+        told, seed = self.broadcast(own)
+        if self.reduce_boolean_decision((told, seed) == own):
             return
-        seed = self.broadcast(torch.initial_seed())
-        if self.reduce_boolean_decision(seed == torch.initial_seed()):
-            return
+        if told is None:
+            os.environ.pop("PL_GLOBAL_SEED", None)
+        else:
+            os.environ["PL_GLOBAL_SEED"] = told
         seed %= 2**32
-        self._names.rank_zero_info(f"No seed was set; every rank starts from {seed}.")
+        self._names.rank_zero_info(f"The ranks were seeded differently or not at all; all start from {seed}.")
         torch.manual_seed(seed)
         random.seed(seed)
+        if self.lightning_module is not None:
+            # Built before the groups were there, so nothing of it is sharded, and every rank drew its own.
+            synchronize_replicas(self.lightning_module, get_group(ParallelMode.GLOBAL), self.root_device)
         try:
             import numpy
         except ModuleNotFoundError:
@@ -246,12 +257,15 @@ class HybridParallelCore(_Base):
             super().configure_ddp()
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        options = dict(self._ddp_kwargs)
+        if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+            options["forward_sync_buffers"] = options.pop("broadcast_buffers")  # renamed in torch 2.13
         return DistributedDataParallel(
             model,
             device_ids=self.determine_ddp_device_ids(),
             process_group=get_group(ParallelMode.TRAIN_DATA_PARALLEL),
             init_sync=False,  # setup has done it
-            **self._ddp_kwargs,
+            **options,
         )
 
     def _avoid_mixed_foreach(self) -> None:
@@ -301,6 +315,12 @@ class HybridParallelCore(_Base):
         if self._reducer is not None:
             self._reducer.reset()
         super().pre_backward(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Make sure that this rank took part in the average."""
+        if self._reducer is not None:
+            self._reducer.flush()
+        super().post_backward(closure_loss)
 
     # Collectives that Lightning and its users call.
 
@@ -356,8 +376,12 @@ class HybridParallelCore(_Base):
         Returns:
             A tensor with one more dim, the first, of the group's size.
         """
-        gathered: Tensor = self._names.all_gather(tensor, group=group, sync_grads=sync_grads)
-        return gathered
+        if not dist.is_initialized():
+            return tensor
+        group = get_group(ParallelMode.GLOBAL) if group is None else group
+        parts, rank, name = (1,) * dist.get_world_size(group), dist.get_rank(group), group.group_name
+        stacked = linear(group, tensor.unsqueeze(0), "gather partial", 0, parts, rank, name)
+        return stacked if sync_grads else stacked.detach()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide together: every rank of the world gets the same answer.
@@ -416,7 +440,18 @@ class HybridParallelCore(_Base):
             self._reducer.remove()
             self._reducer = None
         if self.cluster_environment is not None:
-            super().teardown()
+            try:
+                super().teardown()
+            except RuntimeError:
+                # An exception keeps its graph alive, and torch cannot move DTensors that a graph holds.
+                if not self._failed:
+                    raise
+        self._failed = False
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember it: the teardown that follows must not hide it."""
+        self._failed = True
+        super().on_exception(exception)
 
 
 def _reduce_op(reduce_op: Any) -> tuple[Any, bool]:
