@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "launcher_store",
     "new_named_group",
     "new_store_of_one",
+    "seed_dtensor",
 ]
 
 
@@ -159,6 +161,12 @@ def forget_meshes() -> None:
         (redistribute, "clear_redistribute_planner_cache"),
     ):
         getattr(owner, name, lambda: None)()  # newer versions of torch have more caches
+
+
+def seed_dtensor(seed: int, mesh: DeviceMesh) -> None:
+    """Seed the generator states that DTensor's random operations keep on an accelerator."""
+    if tensor_random := sys.modules.get("torch.distributed.tensor._random"):
+        tensor_random.manual_seed(seed, mesh)
 
 
 def known_groups() -> list[ProcessGroup]:

@@ -393,7 +393,7 @@ def all_gather_object(value: Any, mode: str, *, name: str | None = None) -> list
         mode: a mode.
         name: which one, where this rank is in several groups of the mode.
     """
-    group = _object_group(mode, name)
+    group = object_group(mode, name)
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
@@ -411,7 +411,7 @@ def broadcast_object(value: Any, src: int, mode: str, *, name: str | None = None
     Raises:
         ShapeError: there is no rank ``src``.
     """
-    group = _object_group(mode, name)
+    group = object_group(mode, name)
     _check_src("broadcast_object", src, group)
     values = [value if group.rank() == src else None]
     dist.broadcast_object_list(values, src=get_ranks_in_group(mode, name)[src], group=group)
@@ -465,7 +465,13 @@ def _enter(
     return group
 
 
-def _object_group(mode: str, name: str | None) -> ProcessGroup:
+def object_group(mode: str, name: str | None = None) -> ProcessGroup:
+    """The group through which objects travel: the CPU group where there is one, else the mode's own.
+
+    Args:
+        mode: a mode.
+        name: which one, where this rank is in several groups of the mode.
+    """
     group = get_group(mode, name)
     try:
         return get_cpu_group(mode, name)

@@ -29,6 +29,7 @@ from rlightning_groups.errors import LayoutError
 from rlightning_groups.gradients import GradientReducer, synchronize_replicas
 from rlightning_groups.layout import ParallelLayout, check_size
 from rlightning_groups.modes import ParallelMode
+from rlightning_groups.random import rng_state, seed_everything_by_layout, set_rng_state, step_rng
 from rlightning_groups.request import seconds
 from rlightning_groups.strategies._lightning_compat import LightningNames, names_of
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from pytorch_lightning.strategies import DDPStrategy as _Base
 else:
     _Base = object
+
+
+_RNG_KEY = "rlightning_groups_rng"
 
 
 class HybridParallelCore(_Base):
@@ -182,6 +186,8 @@ class HybridParallelCore(_Base):
                 node=f"node {self.cluster_environment.node_rank()}",
             )
             self._share_seed()
+        # Only keeps the seed, from which the streams of the steps are derived.
+        seed_everything_by_layout(self.broadcast(torch.initial_seed()), reseed=False)
 
     def _asked(self) -> str:
         data = "auto" if self.data_parallel_size is None else self.data_parallel_size
@@ -299,6 +305,27 @@ class HybridParallelCore(_Base):
         return dataloader
 
     # Steps.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on its own random stream: equal on tensor-parallel peers, other for other tokens."""
+        assert self.lightning_module is not None
+        with step_rng(self.lightning_module.trainer.fit_loop.total_batch_idx):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on its own random stream."""
+        with step_rng(_batch_index(args), "validation"):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on its own random stream."""
+        with step_rng(_batch_index(args), "test"):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on its own random stream."""
+        with step_rng(_batch_index(args), "predict"):
+            return super().predict_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -433,6 +460,20 @@ class HybridParallelCore(_Base):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        if checkpoint.get(_RNG_KEY) is not None:
+            set_rng_state(checkpoint[_RNG_KEY])
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Write a checkpoint, random streams included; every rank calls it.
+
+        Args:
+            checkpoint: what Lightning collected.
+            *args: as in Lightning.
+            **kwargs: as in Lightning.
+        """
+        if "optimizer_states" in checkpoint:
+            checkpoint[_RNG_KEY] = rng_state()
+        super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def teardown(self) -> None:
         """Take off what averages gradients; the groups stay for the next call of the Trainer."""
@@ -452,6 +493,11 @@ class HybridParallelCore(_Base):
         """Remember it: the teardown that follows must not hide it."""
         self._failed = True
         super().on_exception(exception)
+
+
+def _batch_index(args: tuple[Any, ...]) -> int:
+    """Lightning passes (batch, batch_idx, ...); iterators over batches pass themselves alone."""
+    return args[1] if len(args) > 1 and isinstance(args[1], int) else 0
 
 
 def _reduce_op(reduce_op: Any) -> tuple[Any, bool]:
