@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -34,8 +36,10 @@ __all__ = [
     "known_groups",
     "launcher_store",
     "new_named_group",
+    "mesh_is_alive",
     "new_store_of_one",
     "seed_dtensor",
+    "settled",
 ]
 
 
@@ -138,6 +142,19 @@ def group_timeout(group: ProcessGroup) -> timedelta | None:
 def describe(group: ProcessGroup, description: str) -> None:
     """Set what ``group.group_desc`` says."""
     group._set_group_desc(description)
+
+
+def mesh_is_alive(mesh: DeviceMesh) -> bool:
+    """Whether all groups of a mesh are still there."""
+    try:
+        return all(is_registered(group) for group in mesh.get_all_groups())
+    except (RuntimeError, KeyError, ValueError):
+        return False
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """A tensor whose collective has ended; DTensor hands out tensors that still wait for theirs."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def forget_meshes() -> None:

@@ -9,30 +9,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from rlightning_groups._torch_compat import settled
 
-def full_state(state: Any, keep: bool = True) -> Any:
-    """A nest of state with every DTensor replaced by the full tensor, on the CPU.
+
+def full_state(state: Any, keep: bool = True, device: torch.device | str | None = "cpu") -> Any:
+    """A nest of state with every DTensor replaced by the full tensor.
 
     A collective over the DTensors' meshes: every rank calls it with the same nest.
 
     Args:
         state: any nest of dicts, lists and tuples.
-        keep: whether this rank wants the result; a rank that does not gets ``None`` for each tensor.
+        keep: whether this rank wants the result; a rank that does not gets ``None`` for each DTensor.
+        device: where the full tensors go; ``None`` leaves them where they are.
 
     Returns:
         A nest of the same shape.
     """
     if isinstance(state, DTensor):
-        full: Tensor = state.full_tensor().detach()
-        return full.cpu() if keep else None
+        full: Tensor = settled(state.full_tensor().detach())
+        return full.to(device) if keep else None
+    if isinstance(state, Tensor):
+        return settled(state)
     if isinstance(state, Mapping):
-        return {key: full_state(value, keep) for key, value in state.items()}
+        return {key: full_state(value, keep, device) for key, value in state.items()}
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        return type(state)(*(full_state(value, keep, device) for value in state))
     if isinstance(state, (list, tuple)):
-        return type(state)(full_state(value, keep) for value in state)
+        return type(state)(full_state(value, keep, device) for value in state)
     return state
 
 

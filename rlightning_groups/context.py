@@ -46,6 +46,7 @@ from rlightning_groups.request import (
     make_initializer,
     planned_ranks,
     print_initializer,
+    seconds,
 )
 
 __all__ = [
@@ -223,7 +224,9 @@ def _refuse(mode: str, name: str | None) -> NoReturn:
     own = sorted({str(handle.name) for handle in of_mode if handle.group is not None and handle.name})
     has = ", ".join(ParallelContext().modes())
     if not of_mode:
-        raise ModeError(f"mode {mode!r} was never set up; rank {state.rank} has groups for {has}")
+        meant = next((one for one in ParallelContext().modes() if one == str(mode).upper()), None)
+        hint = f" (did you mean {meant!r}?)" if meant else ""
+        raise ModeError(f"mode {mode!r} was never set up{hint}; rank {state.rank} has groups for {has}")
     if name is not None and not any(handle.name == name for handle in of_mode):
         known = (
             ", ".join(sorted({str(handle.name) for handle in of_mode if handle.name})) or "none has a name"
@@ -618,8 +621,8 @@ class ParallelContext:
         if self._state is None:
             why = "was destroyed" if self._was_destroyed else "is not initialized"
             raise ContextError(
-                f"{wanted} needs a running context, but it {why}; call ParallelContext().initialize(...), or "
-                f"train with HybridParallelStrategy, which does"
+                f"{wanted} needs a running context, but it {why}; call ParallelContext().initialize(...), "
+                f"which without a launcher makes a world of one, or train with HybridParallelStrategy"
             )
         return self._state
 
@@ -643,7 +646,10 @@ def _agree(
         else [],
         failure=_say(failure),
     )
-    timeout = plan.timeout if plan is not None else None
+    try:
+        timeout = seconds(request.timeout)
+    except LayoutError:  # this rank's failure then, which the others are about to read
+        timeout = None
     agreement, store = launch.agree(statement, timeout or _torch_compat.default_timeout("gloo"))
     return agreement.round, agreement.nodes, store
 

@@ -137,8 +137,10 @@ class Launch:
                 backend, store=prefixed, rank=self.rank, world_size=self.world_size, timeout=timeout
             )
         except Exception as error:  # torch raises half a dozen kinds
+            here = _torch_compat.accelerator_type()
+            hint = "" if here else "; there is no accelerator here, so use backend='gloo'"
             raise ContextError(
-                f"torch.distributed could not start with backend {backend!r}: {error}"
+                f"torch.distributed could not start with backend {backend!r}: {error}{hint}"
             ) from error
 
 

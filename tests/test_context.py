@@ -327,7 +327,10 @@ def test_a_group_that_is_not_there(run_ranks: Run) -> None:
     """Law 3: the error names the mode, the rank, and the modes this rank does have."""
     results = run_ranks(refusals, 3)
     layout_modes = ", ".join(ParallelLayout(3).modes)
-    how = "call ParallelContext().initialize(...), or train with HybridParallelStrategy, which does"
+    how = (
+        "call ParallelContext().initialize(...), which without a launcher makes a world of one, or train with "
+        "HybridParallelStrategy"
+    )
     for rank, found in enumerate(results):
         has = layout_modes + (", WEIGHT_TRANSFER" if rank < 2 else "")
         for key, wanted in {
@@ -1237,3 +1240,29 @@ def test_the_package_forwards_to_the_context() -> None:
     assert issubclass(ModeError, RuntimeError)
     assert issubclass(ContextError, RuntimeError)
     assert issubclass(LayoutError, ValueError)
+
+
+def bad_size_unless(missing: int) -> None:
+    if int(os.environ["RANK"]) != missing:
+        start(tensor_parallel_size=2, timeout=2)
+
+
+def test_a_bad_size_and_a_missing_rank(run_ranks: Run) -> None:
+    """Law 4: the timeout that was asked for counts for a request that cannot be met, too."""
+    begin = time.monotonic()
+    results = run_ranks(bad_size_unless, 3, 1, expect_errors=True)
+    assert time.monotonic() - begin < 10
+    assert results[1] is None
+    for result in (results[0], results[2]):
+        assert result.type_name == "LayoutError"
+        assert "tensor_parallel_size=2 does not divide world_size=3" in result.message
+
+
+def test_a_mode_in_the_wrong_case(run_ranks: Run) -> None:
+    (message,) = run_ranks(ask_for, 1, "tensor_parallel")
+    assert "(did you mean 'TENSOR_PARALLEL'?)" in message
+
+
+def ask_for(mode: str) -> str:
+    start()
+    return message_of(get_group, mode)[1]

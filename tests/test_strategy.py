@@ -41,11 +41,12 @@ from strategy_models import (
 )
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import DataLoader, Dataset
 
 import rlightning_groups
 from rlightning_groups import (
+    ContextError,
     GroupsError,
     LayoutError,
     get_group,
@@ -54,6 +55,7 @@ from rlightning_groups import (
     get_world_size,
     is_initialized,
 )
+from rlightning_groups.checkpoint import shard_model_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 both = pytest.mark.parametrize("namespace", NAMESPACES)
@@ -791,3 +793,78 @@ def test_checkpoint_of_dtensors(run_ranks: Run, tmp_path: Path) -> None:
     assert (
         run_ranks(validate_checkpoint, 4, path, "dtensor", sizes) == [pytest.approx(expected, abs=1e-9)] * 4
     )
+
+
+# --------------------------------------------------------------------------------------- what users ran into
+
+
+def two_sizes_with_one_model() -> str:
+    lm = LM(tensor="dtensor", count=BATCH)
+    new_trainer(strategy_of(tensor_parallel_size=2), max_epochs=1).fit(lm)
+    with pytest.raises(ContextError) as error:
+        new_trainer(strategy_of(tensor_parallel_size=1), max_epochs=1).fit(lm)
+    return str(error.value)
+
+
+def test_a_sharded_model_is_not_taken_to_other_groups(run_ranks: Run) -> None:
+    for message in run_ranks(two_sizes_with_one_model, 2):
+        assert message.startswith("the model is sharded over groups that are gone")
+
+
+class Norms(LM):
+    """Logs what is a DTensor, and predicts one too."""
+
+    def training_step(self, window: Tensor, index: int) -> Tensor:
+        self.log("norm", self.model.blocks[0].up.weight.detach().norm(), sync_dist=True)
+        return super().training_step(window, index)
+
+    def predict_step(self, window: Tensor, index: int) -> Any:
+        weight = self.model.blocks[0].up.weight
+        return {"full": weight, "late": (weight.redistribute(placements=[Replicate()]).to_local(),)}
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        return self.val_dataloader()
+
+
+def log_and_predict() -> tuple[float, float, list[type], bool]:
+    lm = Norms(tensor="dtensor", count=BATCH)
+    trainer = new_trainer(strategy_of(tensor_parallel_size=2), max_epochs=1)
+    before = float(new_transformer().blocks[0].up.weight.detach().norm())
+    trainer.fit(lm)
+    logged = float(trainer.callback_metrics["norm"])
+    (predicted,) = trainer.predict(lm)
+    full, (late,) = predicted["full"], predicted["late"]
+    return logged, before, [type(full), type(late)], torch.equal(full, late)
+
+
+def test_dtensors_are_logged_and_predicted_in_full(run_ranks: Run) -> None:
+    for logged, norm, kinds, equal in run_ranks(log_and_predict, 2):
+        assert logged == pytest.approx(norm, rel=1e-6)
+        assert kinds == [Tensor, Tensor]
+        assert equal
+
+
+class Loads(LM):
+    """Loads a full checkpoint where it is sharded already, as the documentation says."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = shard_model_state(checkpoint["state_dict"], self)
+
+
+def load_by_hand(path: str) -> dict[str, Tensor]:
+    started(tensor_parallel_size=get_size())
+    return Loads.load_from_checkpoint(path, tensor="dtensor").full_weights()
+
+
+def get_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def test_load_from_checkpoint_without_a_trainer(run_ranks: Run, tmp_path: Path) -> None:
+    path = str(tmp_path / "tp2.ckpt")
+    run_ranks(train_to_checkpoint, 2, path, "dtensor")
+    (alone,), (first, second) = run_ranks(load_by_hand, 1, path), run_ranks(load_by_hand, 2, path)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    for name, value in saved.items():
+        short = name.removeprefix("model.")
+        assert all(torch.equal(one[short], value) for one in (alone, first, second)), name

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from rlightning_groups import _torch_compat
 from rlightning_groups._linear_maps import linear
 from rlightning_groups.checkpoint import full_state, shard_model_state, shard_optimizer_state
 from rlightning_groups.context import ParallelContext, get_group, get_local_rank, get_world_size
-from rlightning_groups.errors import LayoutError
+from rlightning_groups.errors import ContextError, LayoutError
 from rlightning_groups.gradients import GradientReducer, synchronize_replicas
 from rlightning_groups.layout import ParallelLayout, check_size
 from rlightning_groups.modes import ParallelMode
@@ -169,6 +170,7 @@ class HybridParallelCore(_Base):
         super().setup_distributed()
         context = ParallelContext()
         if context.is_initialized() and not self._fits(context.layout):
+            self._refuse_stale_model(groups_change=True)
             self._names.rank_zero_warn(
                 f"The process groups are made anew: this Trainer asks for {self._asked()}, but the last one "
                 f"left {context.layout}."
@@ -188,6 +190,17 @@ class HybridParallelCore(_Base):
             self._share_seed()
         # Only keeps the seed, from which the streams of the steps are derived.
         seed_everything_by_layout(self.broadcast(torch.initial_seed()), reseed=False)
+        self._refuse_stale_model(groups_change=False)
+
+    def _refuse_stale_model(self, groups_change: bool) -> None:
+        """A model that is sharded already must have been so over the groups that are here to stay."""
+        parameters = self.lightning_module.parameters() if self.lightning_module is not None else ()
+        meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
+        if meshes and (groups_change or not all(map(_torch_compat.mesh_is_alive, meshes))):
+            raise ContextError(
+                f"the model is sharded over groups that are gone: this Trainer asks for {self._asked()}, the "
+                f"one that sharded it for others. Make the model anew, and load its checkpoint"
+            )
 
     def _asked(self) -> str:
         data = "auto" if self.data_parallel_size is None else self.data_parallel_size
@@ -323,9 +336,9 @@ class HybridParallelCore(_Base):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on its own random stream."""
+        """Run the step on its own random stream; predictions that are DTensors come back in full."""
         with step_rng(_batch_index(args), "predict"):
-            return super().predict_step(*args, **kwargs)
+            return full_state(super().predict_step(*args, **kwargs), device=None)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -378,7 +391,7 @@ class HybridParallelCore(_Base):
         """Reduce a tensor over ranks; the argument is left as it is.
 
         Args:
-            tensor: a tensor; anything else is returned as it is.
+            tensor: a tensor, a DTensor in full; anything else is returned as it is.
             group: a process group; ``None`` is TRAIN_DATA_PARALLEL, so that a sum counts what
                 tensor-parallel peers hold in common once.
             reduce_op: ``"mean"`` or ``"avg"``, ``"sum"`` or any other operation of torch by name or value;
@@ -386,6 +399,7 @@ class HybridParallelCore(_Base):
         """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
+        tensor = full_state(tensor, device=None)
         group = get_group(ParallelMode.TRAIN_DATA_PARALLEL) if group is None else group
         op, mean = _reduce_op(reduce_op)
         result = tensor.detach().clone(memory_format=torch.contiguous_format).to(self.root_device)
