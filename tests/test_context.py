@@ -352,7 +352,8 @@ def test_a_group_that_is_not_there(run_ranks: Run) -> None:
         )
         assert found["lower case"] == (
             "ModeError",
-            f"mode 'tensor_parallel' was never set up; rank {rank} has groups for {has}",
+            f"mode 'tensor_parallel' was never set up (did you mean 'TENSOR_PARALLEL'?); rank {rank} has "
+            f"groups for {has}",
         )
         assert found["name"] == (
             "ModeError",
@@ -1256,13 +1257,3 @@ def test_a_bad_size_and_a_missing_rank(run_ranks: Run) -> None:
     for result in (results[0], results[2]):
         assert result.type_name == "LayoutError"
         assert "tensor_parallel_size=2 does not divide world_size=3" in result.message
-
-
-def test_a_mode_in_the_wrong_case(run_ranks: Run) -> None:
-    (message,) = run_ranks(ask_for, 1, "tensor_parallel")
-    assert "(did you mean 'TENSOR_PARALLEL'?)" in message
-
-
-def ask_for(mode: str) -> str:
-    start()
-    return message_of(get_group, mode)[1]

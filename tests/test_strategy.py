@@ -168,12 +168,22 @@ def test_groups_are_there_in_every_hook(run_ranks: Run, namespace: str) -> None:
         assert seen == dict.fromkeys(stages, (ranks, True))
 
 
-def resources() -> tuple[int, int, int]:
-    gc.collect()
-    return len(c10d._world.pg_map), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+Counts = tuple[int, int, int]
 
 
-def many_runs() -> tuple[list[tuple[int, int, int]], list[str], list[int]]:
+def resources(expected: Counts | None = None) -> Counts:
+    """Groups, file descriptors and threads; threads take a moment to end, so expected counts are waited for."""
+    end = time.monotonic() + 5
+    while True:
+        gc.collect()
+        fds, threads = (sum(1 for _ in Path(f"/proc/self/{kind}").iterdir()) for kind in ("fd", "task"))
+        counts = len(c10d._world.pg_map), fds, threads
+        if expected in (None, counts) or time.monotonic() > end:
+            return counts
+        time.sleep(0.05)
+
+
+def many_runs() -> tuple[list[Counts], list[str], list[int]]:
     """Resources after each of several runs, the warnings of the changes of sizes, and the sizes."""
 
     def run(tensor: int, lm_tensor: str = "dtensor") -> None:
@@ -193,13 +203,13 @@ def many_runs() -> tuple[list[tuple[int, int, int]], list[str], list[int]]:
     trainer.validate(model, loader(4), verbose=False)
     trainer.test(model, loader(4), verbose=False)
     trainer.predict(model, loader(4))
-    counts.append(resources())
+    counts.append(resources(counts[0]))
     for tensor in (4, 2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run(tensor)
         told += [str(w.message) for w in caught if "made anew" in str(w.message)]
-    counts.append(resources())
+    counts.append(resources(counts[0]))
     return counts, told, sizes
 
 
