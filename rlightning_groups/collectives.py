@@ -103,7 +103,7 @@ def copy_to(x: Tensor, mode: str, *, name: str | None = None) -> Tensor:
     Raises:
         ShapeError: ranks that differ (debug).
     """
-    group = _enter("copy_to", x, mode, name)
+    group = enter("copy_to", x, mode, name)
     return maps.linear(group, x, "copy", group.group_name)
 
 
@@ -123,7 +123,7 @@ def reduce_from(x: Tensor, mode: str, *, name: str | None = None) -> Tensor:
     Raises:
         ShapeError: the dtype cannot be summed, or ranks that differ (debug).
     """
-    group = _enter("reduce_from", x, mode, name)
+    group = enter("reduce_from", x, mode, name)
     _summable("reduce_from", x)
     return maps.linear(group, x, "reduce", group.group_name)
 
@@ -148,7 +148,7 @@ def split_to(
     Raises:
         ShapeError: no such dim, sizes that do not add up to its length, or ranks that differ (debug).
     """
-    group = _enter("split_to", x, mode, name, dim=dim, sizes=sizes)
+    group = enter("split_to", x, mode, name, dim=dim, sizes=sizes)
     dim, lengths = _cut("split_to", x, dim, sizes, group)
     return maps.linear(group, x, "split", dim, lengths, group.rank(), group.group_name)
 
@@ -184,7 +184,7 @@ def gather_from(
         ShapeError: an unknown ``grad``, no such dim, sizes that deny this rank's length, or ranks
             that differ (debug).
     """
-    group = _enter("gather_from", x, mode, name, own=(dim, sizes), dim=dim, sizes=sizes, grad=grad)
+    group = enter("gather_from", x, mode, name, own=(dim, sizes), dim=dim, sizes=sizes, grad=grad)
     if grad not in ("replicated", "partial"):
         raise ShapeError(f"gather_from: grad must be 'replicated' or 'partial', got {grad!r}")
     dim, lengths = _join("gather_from", x, dim, sizes, group)
@@ -213,7 +213,7 @@ def reduce_scatter_to(
         ShapeError: no such dim, sizes that do not add up to its length, a dtype that cannot be summed, or
             ranks that differ (debug).
     """
-    group = _enter("reduce_scatter_to", x, mode, name, dim=dim, sizes=sizes)
+    group = enter("reduce_scatter_to", x, mode, name, dim=dim, sizes=sizes)
     _summable("reduce_scatter_to", x)
     dim, lengths = _cut("reduce_scatter_to", x, dim, sizes, group)
     return maps.linear(group, x, "reduce scatter", dim, lengths, group.rank(), group.group_name)
@@ -252,7 +252,7 @@ def all_to_all(
             differ (debug).
     """
     dims, sizes = (scatter_dim, gather_dim), (scatter_sizes, gather_sizes)
-    group = _enter("all_to_all", x, mode, name, own=(gather_dim, gather_sizes), dims=dims, sizes=sizes)
+    group = enter("all_to_all", x, mode, name, own=(gather_dim, gather_sizes), dims=dims, sizes=sizes)
     cut = _cut("all_to_all", x, scatter_dim, scatter_sizes, group)
     join = _join("all_to_all", x, gather_dim, gather_sizes, group)
     if cut[0] == join[0]:
@@ -279,7 +279,7 @@ def broadcast_from(x: Tensor, src: int, mode: str, *, name: str | None = None) -
     Raises:
         ShapeError: there is no rank ``src``, or ranks that differ (debug).
     """
-    group = _enter("broadcast_from", x, mode, name, src=src)
+    group = enter("broadcast_from", x, mode, name, src=src)
     _check_src("broadcast_from", src, group)
     return maps.linear(group, x, "broadcast", src, group.rank(), group.group_name)
 
@@ -300,7 +300,7 @@ def ring_exchange(x: Tensor, mode: str, *, name: str | None = None) -> Tensor:
     Raises:
         ShapeError: ranks that differ (debug).
     """
-    group = _enter("ring_exchange", x, mode, name)
+    group = enter("ring_exchange", x, mode, name)
     return maps.linear(group, x, "next", group.rank(), group.size(), group.group_name)
 
 
@@ -329,7 +329,7 @@ def all_reduce(
         ShapeError: an unknown ``op``, a dtype that cannot be reduced, or ranks that differ (debug).
     """
     x = x.detach()
-    group = _enter("all_reduce", x, mode, name, op=op)
+    group = enter("all_reduce", x, mode, name, op=op)
     _summable("all_reduce", x, op)
     return maps.new_result(group, x, lambda: maps.all_reduce(x, group.group_name, op))
 
@@ -343,7 +343,7 @@ def all_gather(
         A new tensor, equal on every rank.
     """
     x = x.detach()
-    group = _enter("all_gather", x, mode, name, own=(dim, sizes), dim=dim, sizes=sizes)
+    group = enter("all_gather", x, mode, name, own=(dim, sizes), dim=dim, sizes=sizes)
     dim, lengths = _join("all_gather", x, dim, sizes, group)
     return maps.new_result(group, x, lambda: maps.gather(x, dim, lengths, group.rank(), group.group_name))
 
@@ -365,7 +365,7 @@ def reduce_scatter(
         A new tensor.
     """
     x = x.detach()
-    group = _enter("reduce_scatter", x, mode, name, dim=dim, sizes=sizes, op=op)
+    group = enter("reduce_scatter", x, mode, name, dim=dim, sizes=sizes, op=op)
     _summable("reduce_scatter", x, op)
     dim, lengths = _cut("reduce_scatter", x, dim, sizes, group)
     return maps.new_result(
@@ -380,7 +380,7 @@ def broadcast(x: Tensor, src: int, mode: str, *, name: str | None = None) -> Ten
         A new tensor, equal on every rank.
     """
     x = x.detach()
-    group = _enter("broadcast", x, mode, name, src=src)
+    group = enter("broadcast", x, mode, name, src=src)
     _check_src("broadcast", src, group)
     return maps.new_result(group, x, lambda: maps.broadcast(x, src, group.rank(), group.group_name))
 
@@ -434,7 +434,7 @@ def barrier(mode: str, *, name: str | None = None) -> None:
 # ---------------------------------------------------------------------------------------------------- checks
 
 
-def _enter(
+def enter(
     call: str,
     x: Tensor,
     mode: str,
@@ -442,9 +442,18 @@ def _enter(
     own: tuple[int, Sequence[int] | None] | None = None,
     **said: Any,
 ) -> ProcessGroup:
-    """The group, once all its ranks are found to make the same call where the debug check is on.
+    """The group of a call, once all its ranks are found to make the same one where the debug check is on.
 
-    ``own`` is the dim whose length is a rank's own business, with the lengths that all ranks were told.
+    Args:
+        call: what is called, for the message.
+        x: its tensor.
+        mode: a mode.
+        name: which one, where this rank is in several groups of the mode.
+        own: the dim whose length is a rank's own business, with the lengths that all ranks were told.
+        **said: further arguments that must be alike.
+
+    Raises:
+        ShapeError: ranks that differ (debug).
     """
     group = get_group(mode, name)
     if not _debugging or torch.compiler.is_compiling():

@@ -328,8 +328,8 @@ def test_a_group_that_is_not_there(run_ranks: Run) -> None:
     results = run_ranks(refusals, 3)
     layout_modes = ", ".join(ParallelLayout(3).modes)
     how = (
-        "call ParallelContext().initialize(...), which without a launcher makes a world of one, or train with "
-        "HybridParallelStrategy"
+        "call ParallelContext().initialize(...), which without a launcher makes a world of one, or train "
+        "with HybridParallelStrategy"
     )
     for rank, found in enumerate(results):
         has = layout_modes + (", WEIGHT_TRANSFER" if rank < 2 else "")

@@ -172,7 +172,7 @@ Counts = tuple[int, int, int]
 
 
 def resources(expected: Counts | None = None) -> Counts:
-    """Groups, file descriptors and threads; threads take a moment to end, so expected counts are waited for."""
+    """Groups, file descriptors and threads; those take a moment to end, so expected counts are waited for."""
     end = time.monotonic() + 5
     while True:
         gc.collect()
