@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from rlightning_groups import ParallelContext, ParallelMode, ShapeError, get_local_rank, get_world_size
+from rlightning_groups import ParallelContext, ParallelMode, ShapeError, get_world_size
 from rlightning_groups.pytorch_lightning import HybridParallelStrategy
-from rlightning_groups.sequence import ulysses_attention
+from rlightning_groups.sequence import shard_sequence, ulysses_attention
 
 DATA, SEQUENCE, TENSOR = (
     ParallelMode.DATA_PARALLEL,
@@ -142,15 +142,12 @@ class ByteLM(pl.LightningModule):
         self.print(ParallelContext().layout.describe())
 
     def loss(self, window: Tensor) -> Tensor:
-        # Shift and count positions first, then cut everything by the same index.
-        tokens, labels = window[:, :-1], window[:, 1:]
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        size, rank = get_world_size(SEQUENCE), get_local_rank(SEQUENCE)
-        tokens, labels = tokens.chunk(size, 1)[rank], labels.chunk(size, 1)[rank]
-        x = self.embedding(tokens) + self.position(positions.chunk(size)[rank])
+        # Shifted first, then cut: a byte's successor may be on another rank.
+        shard = shard_sequence({"tokens": window[:, :-1], "labels": window[:, 1:]}, pad=False)
+        x = self.embedding(shard.batch["tokens"]) + self.position(shard.positions)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), shard.batch["labels"].flatten())
 
     def training_step(self, window: Tensor, index: int) -> Tensor:
         loss = self.loss(window)
