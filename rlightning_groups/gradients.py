@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Placement
 
+from rlightning_groups.context import get_group
+from rlightning_groups.sharding import partial_gradient_modes
+
 _MEBI = 1024 * 1024
 
 
@@ -209,6 +212,40 @@ class GradientReducer:
             local.copy_(part.view_as(local))
             if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
+
+
+@torch.no_grad()
+def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
+    """Sum the gradients of marked parameters over their groups, in place; call it once per optimizer step.
+
+    One all-reduce per mode, dtype and device. A gradient that no rank of a group has stays ``None``; one that
+    some lack counts as zero there.
+
+    Args:
+        parameters: any parameters, in the same order on all ranks of a group; those that
+            :func:`~rlightning_groups.sharding.mark_partial_gradient` did not mark are left alone.
+
+    Raises:
+        ModeError: this rank has no group of a mode that a parameter is marked with.
+    """
+    marked: dict[tuple[str, torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        for mode in partial_gradient_modes(parameter):
+            marked.setdefault((mode, parameter.dtype, parameter.device), []).append(parameter)
+    for (mode, _, _), members in marked.items():
+        group = get_group(mode)
+        if group.size() == 1:
+            continue
+        parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in members]
+        there = torch.tensor([float(p.grad is not None) for p in members]).to(parts[0])
+        flat = torch.cat([*parts, there])
+        dist.all_reduce(flat, group=group)
+        *sums, there = flat.split([*(p.numel() for p in members), len(members)])
+        for index, (p, total) in enumerate(zip(members, sums, strict=True)):
+            if p.grad is not None:
+                p.grad.copy_(total.view_as(p))
+            elif there[index] > 0:
+                p.grad = total.view_as(p).clone()
 
 
 def _partial_flags(parameter: nn.Parameter) -> list[float]:

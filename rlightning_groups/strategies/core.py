@@ -27,7 +27,7 @@ from rlightning_groups._linear_maps import linear
 from rlightning_groups.checkpoint import full_state, shard_model_state, shard_optimizer_state
 from rlightning_groups.context import ParallelContext, get_group, get_local_rank, get_world_size
 from rlightning_groups.errors import ContextError, LayoutError
-from rlightning_groups.gradients import GradientReducer, synchronize_replicas
+from rlightning_groups.gradients import GradientReducer, sum_partial_gradients, synchronize_replicas
 from rlightning_groups.layout import ParallelLayout, check_size
 from rlightning_groups.modes import ParallelMode
 from rlightning_groups.random import rng_state, seed_everything_by_layout, set_rng_state, step_rng
@@ -339,6 +339,25 @@ class HybridParallelCore(_Base):
         """Run the step on its own random stream; predictions that are DTensors come back in full."""
         with step_rng(_batch_index(args), "predict"):
             return full_state(super().predict_step(*args, **kwargs), device=None)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Step, with the partial gradients of marked parameters summed first: before unscaling and clipping.
+
+        Args:
+            optimizer: one of the Trainer's.
+            closure: runs the forward and backward passes.
+            model: as in Lightning.
+            **kwargs: as in Lightning.
+        """
+
+        def closure_and_sum() -> Any:
+            result = closure()
+            sum_partial_gradients(p for group in optimizer.param_groups for p in group["params"])
+            return result
+
+        return super().optimizer_step(optimizer, closure_and_sum, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
