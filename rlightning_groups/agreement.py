@@ -106,7 +106,7 @@ def agree(
     here.append("records", record + "\n")  # type: ignore[attr-defined]  # missing from torch's stubs
 
     if here.add("recorded", 1) == world_size:
-        _decide(store, round_, lambda: _judge(here))
+        _decide(store, round_, lambda records: _judge(here, records))
         if round_:
             # Every rank has read the last round's verdict, or it would not be in this one.
             for key in ("decided", "verdict", "left"):
@@ -117,7 +117,7 @@ def agree(
     except DistNetworkError:
         raise
     except RuntimeError:
-        _decide(store, round_, lambda: {"error": _missing(here, world_size, timeout, call)})
+        _decide(store, round_, lambda records: {"error": _missing(records, world_size, timeout, call)})
     verdict = json.loads(here.get("verdict"))
     if verdict["error"] is not None:
         _leave(here, rank, verdict["present"])
@@ -125,15 +125,15 @@ def agree(
     return Agreement(round_, tuple((node, count) for node, count in verdict["nodes"]))
 
 
-def _decide(store: Store, round_: int, judge: Callable[[], dict[str, Any]]) -> None:
+def _decide(store: Store, round_: int, judge: Callable[[Sequence[_Record]], dict[str, Any]]) -> None:
     """Publish a round's verdict, unless another rank does, and open the next round."""
     here = PrefixStore(str(round_), store)
     if here.add("decided", 1) > 1:
         return
-    verdict = judge()
-    records = here.get("records").decode().splitlines()
+    records = sorted(json.loads(line) for line in here.get("records").decode().splitlines())
+    verdict = judge(records)
     verdict["present"] = len(records)
-    digests = {json.loads(line)[1] for line in records}
+    digests = {digest for _, digest, _, _ in records}
     # The next round is open before anybody can have read this verdict and come again.
     store.add("round", 1)
     here.set("verdict", json.dumps(verdict))
@@ -149,8 +149,7 @@ def _leave(here: Store, rank: int, present: int) -> None:
         time.sleep(0.01)
 
 
-def _judge(store: Store) -> dict[str, Any]:
-    records = sorted(json.loads(line) for line in store.get("records").decode().splitlines())
+def _judge(store: Store, records: Sequence[_Record]) -> dict[str, Any]:
     digests = sorted({digest for _, digest, _, _ in records})
     texts = {digest: json.loads(store.get(f"settings/{digest}")) for digest in digests}
     error = _compare(records, texts) or _compare_lists(records)
@@ -203,8 +202,8 @@ def _compare_lists(records: Sequence[_Record]) -> str | None:
     return None
 
 
-def _missing(store: Store, world_size: int, timeout: timedelta, call: str) -> str:
-    here = {json.loads(line)[0] for line in store.get("records").decode().splitlines()}
+def _missing(records: Sequence[_Record], world_size: int, timeout: timedelta, call: str) -> str:
+    here = {rank for rank, _, _, _ in records}
     missing = [other for other in range(world_size) if other not in here]
     return (
         f"{_name_ranks(missing)} did not call {call} within {timeout.total_seconds():g} s; "

@@ -152,13 +152,12 @@ class GradientReducer:
         self._hooks.clear()
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        bucket = self._bucket_of[id(parameter)]
         if not self.synchronizes:
             return
         if not self._running:
             self._running = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        bucket.arrived.add(id(parameter))
+        self._bucket_of[id(parameter)].arrived.add(id(parameter))
         for ready in self._buckets[self._next :]:
             if len(ready.arrived) < len(ready.parameters):
                 break

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -176,8 +175,7 @@ class HybridParallelCore(_Base):
                 f"left {context.layout}."
             )
             context.destroy()
-        first = not context.is_initialized()
-        if first:
+        if not context.is_initialized():
             assert self.cluster_environment is not None
             context.initialize(
                 tensor_parallel_size=self.tensor_parallel_size,
@@ -229,16 +227,10 @@ class HybridParallelCore(_Base):
             os.environ["PL_GLOBAL_SEED"] = told
         seed %= 2**32
         self._names.rank_zero_info(f"The ranks were seeded differently or not at all; all start from {seed}.")
-        torch.manual_seed(seed)
-        random.seed(seed)
+        seed_everything_by_layout(seed)
         if self.lightning_module is not None:
             # Built before the groups were there, so nothing of it is sharded, and every rank drew its own.
             synchronize_replicas(self.lightning_module, get_group(ParallelMode.GLOBAL), self.root_device)
-        try:
-            import numpy
-        except ModuleNotFoundError:
-            return
-        numpy.random.seed(seed)
 
     def setup(self, trainer: Any) -> None:
         """Place the model, make its replicas equal, and prepare what averages the gradients."""
