@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from rlightning_groups.context import get_world_size as get_world_size
     from rlightning_groups.context import is_initialized as is_initialized
     from rlightning_groups.errors import AgreementError as AgreementError
+    from rlightning_groups.errors import CheckpointError as CheckpointError
     from rlightning_groups.errors import ContextError as ContextError
+    from rlightning_groups.errors import GradientError as GradientError
     from rlightning_groups.errors import GroupsError as GroupsError
     from rlightning_groups.errors import LayoutError as LayoutError
     from rlightning_groups.errors import ModeError as ModeError
@@ -49,6 +51,8 @@ _HOME = {
     "ContextError": "errors",
     "ModeError": "errors",
     "AgreementError": "errors",
+    "CheckpointError": "errors",
+    "GradientError": "errors",
 }
 
 # The strategy is left out: a star import must work where there is no Lightning.

@@ -33,6 +33,7 @@ __all__ = [
     "forget_meshes",
     "group_timeout",
     "is_registered",
+    "is_strided",
     "known_groups",
     "launcher_store",
     "new_named_group",
@@ -40,6 +41,7 @@ __all__ = [
     "new_store_of_one",
     "seed_dtensor",
     "settled",
+    "share_overflow",
 ]
 
 
@@ -142,6 +144,46 @@ def group_timeout(group: ProcessGroup) -> timedelta | None:
 def describe(group: ProcessGroup, description: str) -> None:
     """Set what ``group.group_desc`` says."""
     group._set_group_desc(description)
+
+
+def is_strided(placement: object) -> bool:
+    """Whether a placement cuts along its dim what later mesh dims have left, as FSDP over TP does."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # torch.distributed.tensor is slow
+
+    return isinstance(placement, _StridedShard)
+
+
+def share_overflow(scaler: torch.amp.GradScaler, group: ProcessGroup) -> None:
+    """Make a gradient scaler take what is infinite on one rank of a group for infinite on all.
+
+    Torch's own check covers this process's gradients, and refuses plain tensors beside DTensors.
+
+    Args:
+        scaler: changed in place; once is enough.
+        group: the ranks that share the scaler's steps.
+    """
+
+    def unscale(
+        optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = found_inf.clone()
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in (p for options in optimizer.param_groups for p in options["params"]):
+            if parameter.grad is None:
+                continue
+            gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            if gradient.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("gradients in float16 cannot be unscaled; keep the parameters in float32")
+            values = gradient._values() if gradient.is_sparse else gradient
+            by_kind.setdefault((values.device, values.dtype), []).append(values)
+        for (device, _), gradients in by_kind.items():
+            here = found.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inv_scale.to(device))
+            found = torch.maximum(found, here.to(found.device))
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return {found.device: found}
+
+    scaler._unscale_grads_ = unscale  # type: ignore[method-assign]
 
 
 def mesh_is_alive(mesh: DeviceMesh) -> bool:

@@ -63,6 +63,7 @@ __all__ = [
 ]
 
 _NAMESPACE = "rlightning_groups"
+_COMPOSABLE = (ParallelMode.TRAIN_DATA_PARALLEL, ParallelMode.TENSOR_PARALLEL)
 
 
 @dataclass(frozen=True)
@@ -574,6 +575,8 @@ class ParallelContext:
 
         Returns:
             A mesh whose dims are named after the modes in lower case, the same object for the same modes.
+            Those of TENSOR_PARALLEL and of TRAIN_DATA_PARALLEL alone are parts of the one over both, so that
+            fully sharded data parallelism can be laid over tensor parallelism.
 
         Raises:
             ContextError: the context is not initialized.
@@ -584,9 +587,17 @@ class ParallelContext:
             raise ModeError(f"device_mesh needs one or more different modes, got {modes!r}")
         groups = {mode: get_group(mode) for mode in modes}
         if modes not in state.meshes:
-            device_type = _device_type(state.backend)
-            state.meshes[modes] = mesh_of_groups(state.layout, state.rank, groups, device_type)
+            if len(modes) == 1 and modes[0] in _COMPOSABLE and all(map(self._is_by_layout, _COMPOSABLE)):
+                state.meshes[modes] = self.device_mesh(*_COMPOSABLE)[modes[0].lower()]
+            else:
+                device_type = _device_type(state.backend)
+                state.meshes[modes] = mesh_of_groups(state.layout, state.rank, groups, device_type)
         return state.meshes[modes]
+
+    def _is_by_layout(self, mode: str) -> bool:
+        handle = _handles.get(mode)
+        ranks = None if handle is None else handle.ranks
+        return ranks is not None and list(ranks) == self.layout.ranks_in_group(mode, get_global_rank())
 
     def destroy(self) -> None:
         """Free the groups this context made, and torch.distributed if the context started it.

@@ -28,3 +28,11 @@ class ModeError(GroupsError, RuntimeError):
 
 class AgreementError(GroupsError, RuntimeError):
     """The ranks of one job asked for different things, or one of them never asked."""
+
+
+class GradientError(GroupsError, RuntimeError):
+    """Gradients that are infinite or no numbers where that was not to be."""
+
+
+class CheckpointError(GroupsError, RuntimeError):
+    """A checkpoint that cannot be written, or that does not hold what the model and its layout need."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -48,10 +49,18 @@ def mesh_of_groups(
                 f"the {mode} group holds ranks {get_process_group_ranks(group)}, the layout says {expected}"
             )
 
-    def corner(mode_ranks: Sequence[str], base: int) -> list[object] | int:
-        if not mode_ranks:
-            return base
-        return [corner(mode_ranks[1:], other) for other in layout.ranks_in_group(mode_ranks[0], base)]
-
-    ranks = torch.tensor(corner(tuple(groups), rank), dtype=torch.int)
-    return DeviceMesh.from_group(list(groups.values()), device_type, mesh=ranks, mesh_dim_names=names)
+    # All world ranks by axis, slowest first; then this rank's place on the axes that no mode spans.
+    sizes = layout.sizes
+    names_of_axes = list(reversed(layout.axes))
+    ranks = torch.arange(layout.world_size).view([sizes[axis] for axis in names_of_axes])
+    own = layout.coordinates(rank)
+    for dim in reversed(range(len(names_of_axes))):
+        if names_of_axes[dim] not in axes:
+            ranks = ranks.select(dim, own[names_of_axes[dim]])
+    left = [axis for axis in names_of_axes if axis in axes]
+    ordered = [[axis for axis in left if axis in span] for span in spans.values()]
+    ranks = ranks.permute([left.index(axis) for span in ordered for axis in span])
+    ranks = ranks.reshape([dist.get_world_size(group) for group in groups.values()])
+    return DeviceMesh.from_group(
+        list(groups.values()), device_type, mesh=ranks.to(torch.int), mesh_dim_names=names
+    )
