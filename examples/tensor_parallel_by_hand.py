@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from rlightning_groups import ParallelContext, ParallelMode, get_global_rank, get_group
 from rlightning_groups.collectives import copy_to, reduce_from
 from rlightning_groups.random import init_full_then_shard, seed_everything_by_layout
+from rlightning_groups.sharding import mark_sharded
 
 TENSOR = ParallelMode.TENSOR_PARALLEL
 
@@ -33,6 +34,7 @@ class ColumnParallel(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(init_full_then_shard(scaled, (outputs, inputs), dim=0))
+        mark_sharded(self.weight, dim=0)  # for gradient norms and checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
         # Every rank uses x for other outputs, so x's gradients are summands.
@@ -45,6 +47,7 @@ class RowParallel(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(init_full_then_shard(scaled, (outputs, inputs), dim=1))
+        mark_sharded(self.weight, dim=1)  # for gradient norms and checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
         # Every rank has a summand of the output.

@@ -205,6 +205,9 @@ def main() -> None:
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, gpu, ...")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--sequence-parallel-size", type=int, default=1)
+    parser.add_argument(
+        "--data-parallel", choices=["replicate", "shard"], default="replicate", help="copy weights or cut them"
+    )
     parser.add_argument("--order", default="tp-sp-dp", help="axes, fastest first")
     parser.add_argument("--max-steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16, help="windows per step, over all ranks")
@@ -212,6 +215,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", default="runs/train_lm", help="folder for logs and checkpoints")
     parser.add_argument("--resume", help="checkpoint to go on from, written under any layout")
+    parser.add_argument(
+        "--save-distributed-checkpoint", action="store_true", help="checkpoints in parts instead of one file"
+    )
     arguments = parser.parse_args()
 
     # Lightning's own use of a deprecated name in torch; nothing a reader of this example can act on.
@@ -225,9 +231,12 @@ def main() -> None:
         strategy=HybridParallelStrategy(
             tensor_parallel_size=arguments.tensor_parallel_size,
             sequence_parallel_size=arguments.sequence_parallel_size,
+            data_parallel=arguments.data_parallel,
+            save_distributed_checkpoint=arguments.save_distributed_checkpoint,
             order=arguments.order,
         ),
         max_steps=arguments.max_steps,
+        gradient_clip_val=1.0,
         val_check_interval=min(100, arguments.max_steps),
         check_val_every_n_epoch=None,
         limit_val_batches=20,

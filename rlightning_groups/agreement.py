@@ -169,7 +169,7 @@ def _compare(
     failed = [(rank, texts[digest][_FAILURE]) for rank, digest, _, _ in records if _FAILURE in texts[digest]]
     if failed:
         lines = [
-            f"  {_name_ranks([rank for rank, other in failed if other == text])}: {text}"
+            f"  {name_ranks([rank for rank, other in failed if other == text])}: {text}"
             for text in dict.fromkeys(text for _, text in failed)
         ]
         return "\n".join(["some ranks could not start, so none of them does:", *lines])
@@ -180,7 +180,7 @@ def _compare(
         for rank, digest, _, _ in records:
             values.setdefault(texts[digest].get(name, "(not given)"), []).append(rank)
         if len(values) > 1:
-            parts = [f"{value} on {_name_ranks(ranks)}" for value, ranks in values.items()]
+            parts = [f"{value} on {name_ranks(ranks)}" for value, ranks in values.items()]
             lines.append(f"  {name}: " + "; ".join(parts))
     return "\n".join(["the ranks of this job were started with different settings:", *lines])
 
@@ -194,7 +194,7 @@ def _compare_lists(records: Sequence[_Record]) -> str | None:
             said: dict[str, list[int]] = {}
             for rank, plan in planned:
                 said.setdefault(plan[2] if plan else "no group", []).append(rank)
-            told = "; ".join(f"{text} on {_name_ranks(ranks)}" for text, ranks in said.items())
+            told = "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in said.items())
             return (
                 f"extra group number {index} is planned with different ranks by its own members: {told}. "
                 f"Every rank in a group must be given the same list"
@@ -206,7 +206,7 @@ def _missing(records: Sequence[_Record], world_size: int, timeout: timedelta, ca
     here = {rank for rank, _, _, _ in records}
     missing = [other for other in range(world_size) if other not in here]
     return (
-        f"{_name_ranks(missing)} did not call {call} within {timeout.total_seconds():g} s; "
+        f"{name_ranks(missing)} did not call {call} within {timeout.total_seconds():g} s; "
         f"{len(here)} of {world_size} did. Start every rank, and see whether one of them ended with an "
         f"error of its own"
     )
@@ -221,10 +221,10 @@ def _short(ranks: Sequence[int]) -> str:
     return ",".join(shown if len(ranks) <= _SHOWN_RANKS else [*shown, f"... ({len(ranks)} in all)"])
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0-2,5``; long lists are cut.
 
-    >>> _name_ranks([0, 1, 2, 5])
+    >>> name_ranks([0, 1, 2, 5])
     'ranks 0-2,5'
     """
     runs = []

@@ -1,4 +1,4 @@
-"""Replicas kept equal: states copied once, gradients averaged in every step.
+"""Gradients of replicas averaged in every step, and partial gradients summed.
 
 Torch's DistributedDataParallel does this for plain tensors. :class:`GradientReducer` does the same for
 models that hold DTensor parameters, which DistributedDataParallel refuses, and for both kinds together.
@@ -6,6 +6,7 @@ models that hold DTensor parameters, which DistributedDataParallel refuses, and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,63 +19,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from rlightning_groups.context import get_group
-from rlightning_groups.sharding import partial_gradient_modes
+from rlightning_groups.replicas import buckets_of, is_replicated_over
+from rlightning_groups.sharding import local_tensor, partial_gradient_modes
 
 _MEBI = 1024 * 1024
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds: a DTensor's shard, any other tensor itself.
-
-    Args:
-        tensor: any tensor.
-
-    Returns:
-        A tensor that shares memory with the argument.
-    """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def is_replicated_over(tensor: Tensor, ranks: Sequence[int], rank: int) -> bool:
-    """Whether the given ranks hold copies of a tensor rather than shards of one DTensor.
-
-    Args:
-        tensor: a parameter or buffer.
-        ranks: world ranks of a group.
-        rank: this process's world rank.
-    """
-    if not isinstance(tensor, DTensor):
-        return True
-    on_mesh = set(tensor.device_mesh.mesh.flatten().tolist())
-    return set(ranks) & on_mesh <= {rank}
-
-
-def synchronize_replicas(
-    module: nn.Module, group: ProcessGroup, device: torch.device | None = None, bucket_mb: float = 250.0
-) -> None:
-    """Give every rank of a group the parameters and buffers of the group's first rank.
-
-    Meant for a group whose ranks hold copies of the same weights; a DTensor that is itself spread over the
-    group is left alone.
-
-    Args:
-        module: the model.
-        group: ranks that hold the same weights.
-        device: where the group's backend wants tensors to be; ``None`` leaves them where they are.
-        bucket_mb: how many MiB travel in one broadcast.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == 1:
-        return
-    rank = dist.get_rank()
-    states = [*module.parameters(), *module.buffers()]
-    tensors = [local_tensor(one.detach()) for one in states if is_replicated_over(one, ranks, rank)]
-    for bucket in _buckets(tensors, int(bucket_mb * _MEBI)):
-        flat = torch.cat([one.reshape(-1) for one in bucket]).to(device)
-        dist.broadcast(flat, src=ranks[0], group=group)
-        with torch.no_grad():
-            for one, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
-                one.copy_(part.view_as(one))
 
 
 @dataclass
@@ -113,7 +61,7 @@ class GradientReducer:
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
         trained = [p for p in parameters if p.requires_grad and is_replicated_over(p, ranks, rank)]
         # The last layers' gradients come first.
-        buckets = _buckets(trained[::-1], int(bucket_mb * _MEBI))
+        buckets = buckets_of(trained[::-1], int(bucket_mb * _MEBI))
         self._buckets = [_Bucket(bucket) for bucket in buckets]
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
@@ -235,16 +183,20 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
         group = get_group(mode)
         if group.size() == 1:
             continue
-        parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in members]
+        parts = [
+            (torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)).reshape(-1)
+            for p in members
+        ]
         there = torch.tensor([float(p.grad is not None) for p in members]).to(parts[0])
         flat = torch.cat([*parts, there])
         dist.all_reduce(flat, group=group)
-        *sums, there = flat.split([*(p.numel() for p in members), len(members)])
+        *sums, there = flat.split([*(part.numel() for part in parts), len(members)])
         for index, (p, total) in enumerate(zip(members, sums, strict=True)):
+            if p.grad is None and there[index] > 0:
+                p.grad = _empty_gradient(p)
             if p.grad is not None:
-                p.grad.copy_(total.view_as(p))
-            elif there[index] > 0:
-                p.grad = total.view_as(p).clone()
+                local = local_tensor(p.grad)
+                local.copy_(total.view_as(local))
 
 
 def _partial_flags(parameter: nn.Parameter) -> list[float]:
@@ -256,13 +208,13 @@ def _partial_flags(parameter: nn.Parameter) -> list[float]:
     return [float(placement.is_partial()) for placement in parameter.grad.placements]
 
 
-def _empty_gradient(parameter: nn.Parameter, partial: Sequence[bool]) -> Tensor:
+def _empty_gradient(parameter: Tensor, partial: Sequence[bool] = ()) -> Tensor:
     """A gradient laid out as that of the ranks where the parameter took part."""
     if not isinstance(parameter, DTensor):
         return torch.zeros_like(parameter)
     placements: list[Placement] = [
         Partial() if is_partial else placement
-        for is_partial, placement in zip(partial, parameter.placements, strict=True)
+        for is_partial, placement in itertools.zip_longest(partial, parameter.placements)
     ]
     return DTensor.from_local(
         torch.zeros_like(parameter._local_tensor),
@@ -272,18 +224,3 @@ def _empty_gradient(parameter: nn.Parameter, partial: Sequence[bool]) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _buckets(tensors: Iterable[Any], limit: int) -> list[list[Any]]:
-    """Tensors in their order, cut into runs of one dtype and device of at most ``limit`` bytes."""
-    buckets: list[list[Any]] = []
-    size, kind = 0, None
-    for tensor in tensors:
-        local = local_tensor(tensor)
-        bytes_, this = local.numel() * local.element_size(), (local.dtype, local.device)
-        if not buckets or kind != this or size + bytes_ > limit:
-            buckets.append([])
-            size, kind = 0, this
-        buckets[-1].append(tensor)
-        size += bytes_
-    return buckets

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from rlightning_groups import ParallelContext, ParallelMode, get_local_rank, get_world_size
 from rlightning_groups.checkpoint import full_state
-from rlightning_groups.collectives import all_gather, copy_to, reduce_from
+from rlightning_groups.collectives import copy_to, reduce_from
 from rlightning_groups.sequence import ulysses_attention
+from rlightning_groups.sharding import mark_sharded, marked_state_dict
 
 Run = Callable[..., list[Any]]
 Weights = dict[str, Tensor]
@@ -207,6 +208,7 @@ class Column(nn.Module):
         super().__init__()
         part = linear.weight.detach().chunk(get_world_size(TENSOR), self.dim)[get_local_rank(TENSOR)]
         self.weight = nn.Parameter(part.clone())
+        mark_sharded(self.weight, self.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(copy_to(x, TENSOR), self.weight)
@@ -281,13 +283,8 @@ class LM(LightningModule):
 
     def full_weights(self) -> Weights:
         """The weights of one process's model; every rank calls it."""
-        weights = {}
-        for name, value in full_state(self.model.state_dict()).items():
-            owner = self.model.get_submodule(name.rpartition(".")[0])
-            if isinstance(owner, Column):
-                value = all_gather(value, owner.dim, TENSOR)
-            weights[name] = value.clone()
-        return weights
+        state = full_state(marked_state_dict(self.model))
+        return {name: value.clone() for name, value in state.items()}
 
 
 class AloneLM(LM):

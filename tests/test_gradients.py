@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from rlightning_groups import ParallelContext, get_group, get_local_rank
-from rlightning_groups.gradients import GradientReducer, synchronize_replicas
+from rlightning_groups.gradients import GradientReducer
+from rlightning_groups.replicas import synchronize_replicas
 
 WIDTH, TOKENS = 4, 2
 PLANS: dict[str, dict[str, Any]] = {

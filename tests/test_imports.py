@@ -53,6 +53,15 @@ assert get_group.__module__ == "rlightning_groups.context"
 import rlightning_groups.group_initializer, rlightning_groups.mesh
 context = ParallelContext().initialize()
 assert get_world_size(ParallelMode.TENSOR_PARALLEL) == 1
+import torch
+from rlightning_groups.metrics import sync_metrics_over, sync_unconfigured_metrics
+assert sync_unconfigured_metrics(torch.nn.Linear(1, 1)) == 0
+try:
+    sync_metrics_over(torch.nn.Linear(1, 1))
+except LayoutError as error:
+    assert "there is none in Linear" in str(error), error
+else:
+    raise AssertionError("a metric without torchmetrics")
 context.destroy()
 import rlightning_groups
 try:

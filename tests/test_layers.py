@@ -34,7 +34,7 @@ from rlightning_groups.collectives import (
     split_to,
 )
 from rlightning_groups.gradients import sum_partial_gradients
-from rlightning_groups.sharding import mark_partial_gradient
+from rlightning_groups.sharding import mark_partial_gradient, mark_sharded
 
 Run = Callable[..., list[Any]]
 TENSOR = ParallelMode.TENSOR_PARALLEL
@@ -167,6 +167,8 @@ class Marked(LightningModule):
     def configure_model(self) -> None:
         self.weights = nn.ParameterDict({name: nn.Parameter(w) for name, w in own(new_weights()).items()})
         mark_partial_gradient(self.weights["norm"])
+        for name, dim in CUT.items():
+            mark_sharded(self.weights[name], dim)
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         self.seen.append(int(batch))

@@ -7,42 +7,46 @@ namespace, and replaces whatever assumes that the world is one data-parallel gro
 from __future__ import annotations
 
 import inspect
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from rlightning_groups import _torch_compat
 from rlightning_groups._linear_maps import linear
-from rlightning_groups.checkpoint import full_state, shard_model_state, shard_optimizer_state
+from rlightning_groups.checkpoint import full_state
+from rlightning_groups.clipping import clip_grad_norm_, clip_grad_value_
 from rlightning_groups.context import ParallelContext, get_group, get_local_rank, get_world_size
 from rlightning_groups.errors import ContextError, LayoutError
-from rlightning_groups.gradients import GradientReducer, sum_partial_gradients, synchronize_replicas
+from rlightning_groups.fsdp import set_gradient_sync, shard_fully
+from rlightning_groups.gradients import GradientReducer, sum_partial_gradients
 from rlightning_groups.layout import ParallelLayout, check_size
+from rlightning_groups.materialize import materialize
 from rlightning_groups.modes import ParallelMode
-from rlightning_groups.random import rng_state, seed_everything_by_layout, set_rng_state, step_rng
+from rlightning_groups.random import seed_everything_by_layout, step_rng
+from rlightning_groups.replicas import check_replicas, synchronize_replicas
 from rlightning_groups.request import seconds
+from rlightning_groups.sharding import kept_marks, local_tensor, partial_gradient_modes
+from rlightning_groups.strategies._callbacks import adapt_callbacks
+from rlightning_groups.strategies._checkpoints import CheckpointHooks, is_zero_redundancy
 from rlightning_groups.strategies._lightning_compat import LightningNames, names_of
 
-if TYPE_CHECKING:
-    from pytorch_lightning.strategies import DDPStrategy as _Base
-else:
-    _Base = object
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-_RNG_KEY = "rlightning_groups_rng"
-
-
-class HybridParallelCore(_Base):
+class HybridParallelCore(CheckpointHooks):
     """Data, sequence and tensor parallelism under one Trainer.
 
     The groups are ready before ``setup`` and ``configure_model`` run, and stay for as long as the process
@@ -51,13 +55,24 @@ class HybridParallelCore(_Base):
 
     Only the data-parallel rank chooses samples: the sampler, and the seeds of dataloader workers, follow it.
     Gradients are averaged over TRAIN_DATA_PARALLEL (data x sequence), by DistributedDataParallel where all
-    parameters are plain tensors, and by :class:`~rlightning_groups.gradients.GradientReducer` where some are
-    DTensors.
+    parameters are plain tensors, by :class:`~rlightning_groups.gradients.GradientReducer` where some are
+    DTensors, and by torch's FSDP2 with ``data_parallel="shard"``.
 
     Args:
         tensor_parallel_size: number of ranks that share one layer's weights.
         sequence_parallel_size: number of ranks that share one sample's tokens.
         data_parallel_size: number of ranks that read different samples; ``"auto"`` takes what is left.
+        data_parallel: ``"replicate"`` keeps a copy of the weights on every data- and sequence-parallel rank;
+            ``"shard"`` cuts weights, gradients and optimizer state over them.
+        shard_units: with ``"shard"``, class names of the modules that are gathered as one; ``None`` takes the
+            elements of every ``nn.ModuleList``.
+        reshard_after_forward: with ``"shard"``, as in ``torch.distributed.fsdp.fully_shard``.
+        param_dtype: with ``"shard"``, dtype of the gathered parameters and so of the computation,
+            ``"bfloat16"``, ``"float16"`` or ``"float32"``; ``None`` is their own.
+        reduce_dtype: with ``"shard"``, dtype in which gradients are averaged.
+        save_distributed_checkpoint: ``False`` writes one file, as Lightning on one device would; ``True`` a
+            directory of ``torch.distributed.checkpoint``, to which every rank writes its part.
+        async_checkpoint: write distributed checkpoints in the background, from a copy on the CPU.
         order: the axes, fastest first; see :class:`~rlightning_groups.ParallelLayout`.
         timeout: how long a collective may take, in seconds where it is a number; ``None`` is torch's default.
         process_group_backend: torch backend; ``None`` is nccl for CUDA, gloo for CPU.
@@ -77,8 +92,8 @@ class HybridParallelCore(_Base):
         precision_plugin: set by the Trainer's ``precision``.
 
     Raises:
-        LayoutError: a size is not a positive int, or the order no permutation. Sizes that do not fit the
-            world raise it when the world starts.
+        LayoutError: a size is not a positive int, the order no permutation, or options that do not go
+            together. Sizes that do not fit the world raise it when the world starts.
     """
 
     _namespace: str
@@ -88,6 +103,13 @@ class HybridParallelCore(_Base):
         tensor_parallel_size: int = 1,
         sequence_parallel_size: int = 1,
         data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel: Literal["replicate", "shard"] = "replicate",
+        shard_units: Sequence[str] | None = None,
+        reshard_after_forward: bool | int | None = None,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        save_distributed_checkpoint: bool = False,
+        async_checkpoint: bool = False,
         order: str = "tp-sp-dp",
         timeout: timedelta | float | None = None,
         process_group_backend: str | None = None,
@@ -135,6 +157,32 @@ class HybridParallelCore(_Base):
         self._bucket_cap_mb = 25.0 if bucket_cap_mb is None else bucket_cap_mb
         self._reducer: GradientReducer | None = None
         self._failed = False
+        self._summed: dict[int, Tensor] = {}  # marked parameters whose partial gradients were summed already
+        if data_parallel not in ("replicate", "shard"):
+            raise LayoutError(f"data_parallel={data_parallel!r} must be 'replicate' or 'shard'")
+        sharding = {
+            "shard_units": shard_units,
+            "reshard_after_forward": reshard_after_forward,
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+        }
+        if data_parallel == "replicate" and (
+            given := [k for k, value in sharding.items() if value is not None]
+        ):
+            raise LayoutError(f"{', '.join(given)}: for data_parallel='shard' only")
+        if wrong := [dtype for dtype in (param_dtype, reduce_dtype) if dtype not in (None, *_DTYPES)]:
+            raise LayoutError(f"{wrong[0]!r} is no dtype to shard with; use {', '.join(map(repr, _DTYPES))}")
+        if async_checkpoint and not save_distributed_checkpoint:
+            raise LayoutError("async_checkpoint=True needs save_distributed_checkpoint=True")
+        self.data_parallel = data_parallel
+        self._shard_options: dict[str, Any] = {
+            "units": shard_units,
+            "reshard_after_forward": reshard_after_forward,
+            "param_dtype": _DTYPES.get(param_dtype or ""),
+            "reduce_dtype": _DTYPES.get(reduce_dtype or ""),
+        }
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._asynchronous = async_checkpoint
 
     @property
     def is_distributed(self) -> bool:
@@ -244,16 +292,55 @@ class HybridParallelCore(_Base):
                 if isinstance(layer, nn.SyncBatchNorm):
                     layer.process_group = get_group(ParallelMode.TRAIN_DATA_PARALLEL)
         self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
+        check_replicas(self.model)
+        if self.data_parallel == "shard":
+            self._shard(self.model)
+        else:
+            materialize(self.model, self.root_device)
+            with kept_marks(self.model):
+                self.model_to_device()
         # Only ranks that hold the same shard are replicas; a broadcast over the world would mix shards.
         synchronize_replicas(self.model, get_group(ParallelMode.TRAIN_DATA_PARALLEL))
+        adapt_callbacks(trainer, self.model)
         if fitting:
-            self.configure_ddp()
+            if self.data_parallel == "replicate":
+                self.configure_ddp()
             self.setup_optimizers(trainer)
-            self._avoid_mixed_foreach()
+            self._check_optimizers()
         self.setup_precision_plugin()
+        self._route_precision()
         if fitting:
             self._names.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard(self, module: nn.Module) -> None:
+        real = [p for p in (*module.parameters(), *module.buffers()) if not p.is_meta]
+        if not any(isinstance(module, FSDPModule) for module in module.modules()):
+            synchronize_replicas(real, get_group(ParallelMode.TRAIN_DATA_PARALLEL))
+        steps = [name for name in _STEPS if hasattr(module, name)]
+        shard_fully(module, self.root_device, forward_methods=steps, **self._shard_options)
+
+    def _route_precision(self) -> None:
+        """Let the precision plugin's clipping and loss scaling see the full model instead of one shard."""
+        plugin = self.precision_plugin
+        base = self._names.precision
+        if type(plugin).clip_grad_by_norm is base.clip_grad_by_norm:
+            plugin.clip_grad_by_norm = partial(self._clip, clip_grad_norm_)  # type: ignore[method-assign]
+        if type(plugin).clip_grad_by_value is base.clip_grad_by_value:
+            plugin.clip_grad_by_value = partial(self._clip, clip_grad_value_)  # type: ignore[method-assign]
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None:
+            _torch_compat.share_overflow(scaler, get_group(ParallelMode.GLOBAL))
+
+    def _clip(self, clip: Callable[..., Any], optimizer: Optimizer, clip_val: float) -> None:
+        parameters = _parameters_of(optimizer)
+        self._sum_partial_gradients(parameters)
+        clip(parameters, clip_val)
+
+    def _sum_partial_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Sum those that were not summed since the last step or backward pass."""
+        waiting = [p for p in parameters if partial_gradient_modes(p) and id(p) not in self._summed]
+        sum_partial_gradients(waiting)
+        self._summed.update({id(p): p for p in waiting})
 
     def configure_ddp(self) -> None:
         """Install what averages gradients: DistributedDataParallel, or the reducer for DTensors."""
@@ -279,11 +366,24 @@ class HybridParallelCore(_Base):
             **options,
         )
 
-    def _avoid_mixed_foreach(self) -> None:
-        """Torch's foreach updates refuse plain tensors beside DTensors; the loop over tensors is exact."""
+    def _check_optimizers(self) -> None:
+        """Refuse what would be wrong; avoid torch's foreach updates where they refuse mixed tensors."""
+        train = get_group(ParallelMode.TRAIN_DATA_PARALLEL)
         for optimizer in self.optimizers:
+            if is_zero_redundancy(optimizer):
+                if any(isinstance(parameter, DTensor) for parameter in _parameters_of(optimizer)):
+                    raise LayoutError(
+                        "ZeroRedundancyOptimizer sends plain tensors only, and the model has DTensors; "
+                        "data_parallel='shard' cuts their optimizer state as well"
+                    )
+                ranks = dist.get_process_group_ranks(optimizer.process_group)  # type: ignore[attr-defined]
+                if ranks != dist.get_process_group_ranks(train):
+                    raise LayoutError(
+                        f"ZeroRedundancyOptimizer runs over ranks {ranks}, which do not all hold the same "
+                        f"weights; give it process_group=get_group(ParallelMode.TRAIN_DATA_PARALLEL)"
+                    )
             for group in optimizer.param_groups:
-                kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+                kinds = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
                 if (
                     len(kinds) > 1
                     and "foreach" in group
@@ -293,7 +393,7 @@ class HybridParallelCore(_Base):
                     group["foreach"] = False
                     self._names.rank_zero_info(
                         f"{type(optimizer).__name__} runs with foreach=False: it holds plain tensors beside "
-                        f"DTensors."
+                        f"DTensors, or DTensors over several meshes."
                     )
 
     # Data.
@@ -319,18 +419,27 @@ class HybridParallelCore(_Base):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on its own random stream."""
-        with step_rng(_batch_index(args), "validation"):
+        with self._evaluation(), step_rng(_batch_index(args), "validation"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on its own random stream."""
-        with step_rng(_batch_index(args), "test"):
+        with self._evaluation(), step_rng(_batch_index(args), "test"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on its own random stream; predictions that are DTensors come back in full."""
-        with step_rng(_batch_index(args), "predict"):
+        with self._evaluation(), step_rng(_batch_index(args), "predict"):
             return full_state(super().predict_step(*args, **kwargs), device=None)
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        if self.data_parallel == "replicate":
+            yield
+        else:
+            # FSDP's buffers outlive the step, and tensors of an inference mode could not be trained with.
+            with torch.inference_mode(False), torch.no_grad():
+                yield
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -343,18 +452,29 @@ class HybridParallelCore(_Base):
             model: as in Lightning.
             **kwargs: as in Lightning.
         """
+        parameters = _parameters_of(optimizer)
 
         def closure_and_sum() -> Any:
             result = closure()
-            sum_partial_gradients(p for group in optimizer.param_groups for p in group["params"])
+            self._sum_partial_gradients(parameters)
             return result
 
-        return super().optimizer_step(optimizer, closure_and_sum, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure_and_sum, model, **kwargs)
+        for parameter in parameters:
+            self._summed.pop(id(parameter), None)
+        return result
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate gradients."""
-        if self._reducer is not None:
+        if self.data_parallel == "shard":
+            assert self.model is not None
+            set_gradient_sync(self.model, False)
+            try:
+                yield
+            finally:
+                set_gradient_sync(self.model, True)
+        elif self._reducer is not None:
             with self._reducer.no_sync():
                 yield
         else:
@@ -365,6 +485,12 @@ class HybridParallelCore(_Base):
         """Get ready for a backward pass."""
         if self._reducer is not None:
             self._reducer.reset()
+        # What was summed, for clipping say, is going to be added to: each rank takes its share back.
+        for parameter in self._summed.values():
+            if parameter.grad is not None:
+                parts = [get_world_size(mode) for mode in partial_gradient_modes(parameter)]
+                local_tensor(parameter.grad).div_(math.prod(parts))
+        self._summed.clear()
         super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -381,7 +507,7 @@ class HybridParallelCore(_Base):
         Args:
             name: ignored; part of Lightning's signature.
         """
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._saves_alone:
             devices = self.determine_ddp_device_ids() if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=devices)
 
@@ -421,8 +547,10 @@ class HybridParallelCore(_Base):
         """Stack the tensors of all ranks of a group.
 
         Args:
-            tensor: one shape on all ranks.
-            group: a process group; ``None`` is the world.
+            tensor: one shape on all ranks; a DTensor in full.
+            group: a process group; ``None`` is TRAIN_DATA_PARALLEL, as in :meth:`reduce`, and so is torch's
+                world, which ``LightningModule.all_gather`` passes where it is given none. What all ranks
+                have, copies included, :func:`~rlightning_groups.collectives.all_gather` puts together.
             sync_grads: let gradients flow back to the ranks the parts came from.
 
         Returns:
@@ -430,7 +558,10 @@ class HybridParallelCore(_Base):
         """
         if not dist.is_initialized():
             return tensor
-        group = get_group(ParallelMode.GLOBAL) if group is None else group
+        if isinstance(tensor, DTensor):
+            tensor = _torch_compat.settled(tensor.full_tensor())  # full_state would cut the graph
+        if group is None or group is dist.group.WORLD:
+            group = get_group(ParallelMode.TRAIN_DATA_PARALLEL)
         parts, rank, name = (1,) * dist.get_world_size(group), dist.get_rank(group), group.group_name
         stacked = linear(group, tensor.unsqueeze(0), "gather partial", 0, parts, rank, name)
         return stacked if sync_grads else stacked.detach()
@@ -446,70 +577,22 @@ class HybridParallelCore(_Base):
         votes = self.reduce(votes, group=get_group(ParallelMode.GLOBAL), reduce_op="sum")
         return bool(votes == get_world_size(ParallelMode.GLOBAL)) if all else bool(votes)
 
-    # State.
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full model, whatever it is sharded over; empty on all ranks but 0."""
-        assert self.lightning_module is not None
-        state = full_state(self.lightning_module.state_dict(), keep=self.is_global_zero)
-        return dict(state) if self.is_global_zero else {}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's part of a full model state.
-
-        Args:
-            checkpoint: a Lightning checkpoint.
-            strict: whether all names must match.
-        """
-        assert self.lightning_module is not None
-        state = shard_model_state(checkpoint["state_dict"], self.lightning_module)
-        self.lightning_module.load_state_dict(state, strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer; empty on all ranks but 0 where some of it is sharded.
-
-        Args:
-            optimizer: one of the Trainer's.
-        """
-        state = full_state(super().optimizer_state(optimizer), keep=self.is_global_zero)
-        return dict(state) if self.is_global_zero else {}
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's part of each optimizer's full state.
-
-        Args:
-            checkpoint: a Lightning checkpoint.
-        """
-        states = [
-            shard_optimizer_state(state, optimizer)
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
-        ]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-        if checkpoint.get(_RNG_KEY) is not None:
-            set_rng_state(checkpoint[_RNG_KEY])
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Write a checkpoint, random streams included; every rank calls it.
-
-        Args:
-            checkpoint: what Lightning collected.
-            *args: as in Lightning.
-            **kwargs: as in Lightning.
-        """
-        if "optimizer_states" in checkpoint:
-            checkpoint[_RNG_KEY] = rng_state()
-        super().save_checkpoint(checkpoint, *args, **kwargs)
-
     def teardown(self) -> None:
         """Take off what averages gradients; the groups stay for the next call of the Trainer."""
+        if not self._failed:
+            self.finish_saving()
+        self._summed.clear()
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
         if self.cluster_environment is not None:
+            marks = kept_marks(self.lightning_module) if self.lightning_module is not None else nullcontext()
             try:
-                super().teardown()
-            except RuntimeError:
-                # An exception keeps its graph alive, and torch cannot move DTensors that a graph holds.
+                with marks:
+                    super().teardown()
+            except Exception:
+                # An exception keeps its graph alive, and torch cannot move DTensors that a graph holds, nor
+                # what FSDP has gathered.
                 if not self._failed:
                     raise
         self._failed = False
@@ -518,6 +601,10 @@ class HybridParallelCore(_Base):
         """Remember it: the teardown that follows must not hide it."""
         self._failed = True
         super().on_exception(exception)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _batch_index(args: tuple[Any, ...]) -> int:
