@@ -45,11 +45,9 @@ _CUTS = "_rlightning_groups_cuts"
 
 
 class Region(NamedTuple):
-    """A box inside a tensor.
+    """A box inside a tensor: where it starts and how long it is, by dim.
 
-    Attributes:
-        offsets: where it starts, by dim.
-        lengths: how long it is, by dim; some are 0 where a rank holds nothing.
+    A rank that holds nothing has a length of 0 somewhere.
     """
 
     offsets: tuple[int, ...]

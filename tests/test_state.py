@@ -40,10 +40,18 @@ from strategy_models import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from rlightning_groups import CheckpointError, get_group, get_local_rank
-from rlightning_groups.checkpoint import full_state
+from rlightning_groups import CheckpointError, ParallelContext, get_group, get_local_rank
+from rlightning_groups.checkpoint import (
+    full_state,
+    gather_state,
+    load_file,
+    save_file,
+    shard_model_state,
+    shard_optimizer_state,
+    sharded_optimizer_state,
+)
 from rlightning_groups.clipping import clip_grad_norm_, grad_norms
-from rlightning_groups.sharding import local_tensor, mark_partial_gradient
+from rlightning_groups.sharding import local_tensor, mark_partial_gradient, marked_state_dict
 
 Sizes = tuple[int, int, int]  # data, sequence, tensor
 LAYOUTS: list[Sizes] = [(4, 1, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4), (2, 2, 2), (1, 1, 1)]
@@ -624,3 +632,39 @@ def test_saves_in_the_background_hold_the_step_they_are_named_after(run_ranks: R
     losses, _ = one_process(epochs=1, count=COUNT)
     for ours, *_ in run_ranks(go_on, 2, str(tmp_path / "step=2.ckpt")):
         assert ours == pytest.approx(losses[2:3], abs=1e-9)
+
+
+def by_hand(path: str, sizes: Sizes, saves: bool) -> list[float]:
+    """Three steps without Lightning, from the start or from a file."""
+    ParallelContext().initialize(tensor_parallel_size=sizes[2], backend="gloo")
+    lm = LM(tensor=kind_of(sizes, "hand"))
+    lm.configure_model()
+    optimizer = new_optimizer(lm.model)
+    if not saves:
+        saved = load_file(path)
+        lm.model.load_state_dict(shard_model_state(saved["model"], lm.model))
+        optimizer.load_state_dict(shard_optimizer_state(saved["optimizer"], optimizer))
+    losses = []
+    for batch in list(batches(COUNT, BATCH, 2))[0 if saves else 3 :][:3]:
+        optimizer.zero_grad()
+        loss = lm.loss(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if saves:
+        state = {
+            "model": marked_state_dict(lm.model),
+            "optimizer": sharded_optimizer_state(optimizer.state_dict(), optimizer),
+        }
+        full = gather_state(state)
+        if full is not None:
+            save_file(full, path)
+    return losses
+
+
+def test_state_without_lightning(run_ranks: Run, tmp_path: Path) -> None:
+    path, (losses, _) = str(tmp_path / "state.ckpt"), one_process(epochs=2, count=COUNT)
+    assert run_ranks(by_hand, 2, path, (1, 1, 2), True) == [pytest.approx(losses[:3], abs=1e-9)] * 2
+    for tensor in (4, 1):
+        for ours in run_ranks(by_hand, tensor, path, (1, 1, tensor), False):
+            assert ours == pytest.approx(losses[3:6], abs=1e-9, rel=0)
