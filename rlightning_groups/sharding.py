@@ -8,6 +8,7 @@ transfer) asks :func:`shard_spec`, and nothing guesses by a parameter's name.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from rlightning_groups import _torch_compat
 from rlightning_groups.context import ParallelContext, get_global_rank, get_group, is_initialized
 from rlightning_groups.errors import LayoutError, ShapeError
+from rlightning_groups.layout import ParallelLayout
 from rlightning_groups.modes import ParallelMode
 
 __all__ = [
@@ -407,8 +409,13 @@ def _mesh_ranks(mesh: DeviceMesh, cuts: Sequence[_Cut]) -> object:
 def _replicated_over(cuts: Sequence[_Cut]) -> tuple[str, ...]:
     if not is_initialized():
         return ()
-    layout, rank = ParallelContext().layout, get_global_rank()
-    taken = {other for cut in cuts for other in get_process_group_ranks(cut.group)} - {rank}
+    groups = tuple(tuple(get_process_group_ranks(cut.group)) for cut in cuts)
+    return _modes_without(ParallelContext().layout, get_global_rank(), groups)
+
+
+@functools.lru_cache(maxsize=64)  # a model has thousands of tensors, cut in a few ways
+def _modes_without(layout: ParallelLayout, rank: int, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
+    taken = {other for group in groups for other in group} - {rank}
     modes = [mode for mode in layout.modes if len(layout.axes_of(mode)) == 1]
     return tuple(mode for mode in modes if taken.isdisjoint(layout.ranks_in_group(mode, rank)))
 

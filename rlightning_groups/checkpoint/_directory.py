@@ -171,7 +171,7 @@ def open_directory(path: str | PathLike[str], weights_only: bool | None = None) 
         CheckpointError: there is no such directory, it holds no finished checkpoint or one of another
             program, a file in it is missing, truncated or corrupt, or ``weights_only`` refuses objects in it.
     """
-    directory = local_path(path)
+    directory = local_path(path).absolute()
     check_exists(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is a file, where a checkpoint directory is expected")
@@ -318,17 +318,19 @@ def _open_lightning(
             f"{directory} was not written by this package or Lightning: it has no item {_REST!r} and no file "
             f"{LIGHTNING_METADATA}. Load it with torch.distributed.checkpoint"
         )
-    checkpoint: dict[str, Any] = {**load(str(meta), str(meta), weights_only), "state_dict": {}}
-    optimizers: dict[str, Any] = {}
-    for name, way in ways.items():
-        place = places.get(MetadataIndex(name))
-        value = tensors.get(name) if place is None or name in tensors else _load_bytes(place, weights_only)
-        nest: dict[Any, Any] = checkpoint if way[0] == "state_dict" else optimizers
-        for key in way[:-1]:
-            nest = nest.setdefault(key, {})
-        nest[way[-1]] = value
-    ordered = (optimizers[f"optimizer_{number}"] for number in range(len(optimizers)))
-    checkpoint["optimizer_states"] = [_numbered(state) for state in ordered]
+    try:
+        checkpoint: dict[str, Any] = {**load(str(meta), str(meta), weights_only), "state_dict": {}}
+        optimizers: dict[str, Any] = {}
+        for name, way in ways.items():
+            nest: dict[Any, Any] = checkpoint if way[0] == "state_dict" else optimizers
+            for key in way[:-1]:
+                nest = nest.setdefault(key, {})
+            stored = tensors.get(name)
+            nest[way[-1]] = stored or _load_bytes(places[MetadataIndex(name)], weights_only)
+        ordered = (optimizers[f"optimizer_{number}"] for number in range(len(optimizers)))
+        checkpoint["optimizer_states"] = [_numbered(state) for state in ordered]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory} is not laid out as Lightning does it: no {error}") from error
     return checkpoint
 
 
@@ -400,7 +402,7 @@ def save_directory(
     if not asynchronous:
         _save(planner, writer, group)
         return None
-    if torch.accelerator.is_available():
+    if planner.on_accelerator:
         torch.accelerator.synchronize()  # the copies are made in another thread, on another stream
     executor = ThreadPoolExecutor(1, thread_name_prefix="rlightning_groups-checkpoint")
     future = executor.submit(_save, planner, writer, group)
@@ -461,6 +463,10 @@ class _Planner(DefaultSavePlanner):
         except Exception as error:
             # The other ranks are told with the plans, or they would wait for this one.
             self._failure = CheckpointError(reason(error))
+
+    @property
+    def on_accelerator(self) -> bool:
+        return any(part.values.device.type != "cpu" for part in self._parts.values())
 
     def _take(self, keys: Keys, tensor: Tensor) -> None:
         name = ".".join(map(str, keys))
@@ -655,7 +661,8 @@ def _blocks(region: Region, limit: int) -> Iterator[Region]:
         return
     dim = next(dim for dim, length in enumerate(region.lengths) if length > 1)
     start, length = region.offsets[dim], region.lengths[dim]
-    step = max(1, limit * length // region.numel)
+    count = -(-length // max(1, limit * length // region.numel))
+    step = -(-length // count)  # about equal ones, or the writers would not have equally much to write
     for offset in range(start, start + length, step):
         offsets, lengths = list(region.offsets), list(region.lengths)
         offsets[dim], lengths[dim] = offset, min(step, start + length - offset)

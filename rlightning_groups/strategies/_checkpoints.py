@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -70,6 +71,11 @@ class _SavingGroupInitializer(ProcessGroupInitializer):
         return _EveryRankInitializer(self.rank, self.world_size).init_dist_group("gloo")
 
 
+def _default_weights_only(base: Any) -> bool | None:
+    """What Lightning leaves to torch since 2.6; before, it loaded everything."""
+    return None if "weights_only" in inspect.signature(base.load_checkpoint).parameters else False
+
+
 @functools.cache
 def _local_io(base: Any) -> Any:
     class LocalCheckpointIO(base):  # type: ignore[misc]
@@ -84,7 +90,7 @@ def _local_io(base: Any) -> Any:
         def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
             if args or set(kwargs) - {"weights_only"} or "://" in str(path):
                 return super().load_checkpoint(path, *args, **kwargs)
-            return load_file(path, kwargs.get("weights_only"))
+            return load_file(path, kwargs.get("weights_only", _default_weights_only(base)))
 
     return LocalCheckpointIO
 
@@ -236,7 +242,8 @@ class CheckpointHooks(_Base):
         if not is_directory_checkpoint(path):
             read = super().load_checkpoint
             return self._all_or_none(path, lambda: read(path, *args, **kwargs))
-        weights_only = args[0] if args else kwargs.get("weights_only")
+        default = _default_weights_only(names_of(self._namespace).checkpoint_io)
+        weights_only = args[0] if args else kwargs.get("weights_only", default)
         return self._all_or_none(path, lambda: open_directory(path, weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
