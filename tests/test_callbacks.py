@@ -215,9 +215,8 @@ def test_the_summary_that_is_always_there(run_ranks: Run, namespace: str) -> Non
 
 
 def averaging(name: str) -> Any:
-    # Two of them say so on rank 0, and the third one's scheduler wraps the optimizer's step late.
-    for message in (".*overrides the configure_model.*", ".*lr_scheduler.step.*"):
-        warnings.filterwarnings("ignore", message=message)
+    # Two of them say so on rank 0, whether the model is sharded or not.
+    warnings.filterwarnings("ignore", message=".*overrides the configure_model.*")
     arguments: dict[str, Any] = {
         "StochasticWeightAveraging": {"swa_lrs": 0.02, "swa_epoch_start": 1, "annealing_epochs": 2},
         "WeightAveraging": {},
@@ -331,10 +330,16 @@ class TunedAlone(Tuned, Alone):
 
 
 def find_learning_rate(tensor: str) -> tuple[float, float, Weights, list[float]]:
-    lm, finder = Tuned(tensor=tensor, count=16 * BATCH), callbacks().LearningRateFinder(1e-6, 0.01, 15)
-    trainer = new_trainer(strategy_of(tensor_parallel_size=2), callbacks=[finder], limit_val_batches=0)
-    trainer.fit(lm)
-    return finder.optimal_lr.suggestion(), lm.lr, lm.before, lm.losses
+    """The suggestion, the rate that was set, and weights and losses of the training after it."""
+
+    def trainer_of(**options: Any) -> Any:
+        return new_trainer(strategy_of(tensor_parallel_size=2), limit_val_batches=0, **options)
+
+    lm = Tuned(tensor=tensor, count=16 * BATCH)
+    tuner = import_module("pytorch_lightning.tuner").Tuner(trainer_of())
+    finder = tuner.lr_find(lm, min_lr=1e-6, max_lr=0.01, num_training=15)
+    trainer_of().fit(lm)
+    return finder.suggestion(), lm.lr, lm.before, lm.losses
 
 
 @pytest.mark.parametrize("tensor", ["hand", "dtensor"])

@@ -37,8 +37,9 @@ def loaded_after(code: str) -> set[str]:
 )
 def test_the_layout_needs_no_torch(code: str) -> None:
     """The package, its modes, layout and errors are there without torch and without Lightning."""
-    assert "rlightning_groups" in loaded_after(code)
-    assert not loaded_after(code) & {"torch", "numpy", *LIGHTNING}
+    loaded = loaded_after(code)
+    assert "rlightning_groups" in loaded
+    assert not loaded & {"torch", "numpy", *LIGHTNING}
 
 
 WITHOUT_LIGHTNING = """

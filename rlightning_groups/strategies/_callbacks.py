@@ -127,8 +127,8 @@ def _why_not_averaged(callback: Any, module: nn.Module) -> str | None:
     return (
         f"{type(callback).__name__} copies the model when the fit begins, and averages and saves tensors "
         f"that are plain and full on every rank, but {len(wrong)} of {len(own)} parameters are not what it "
-        f"copied: {'; '.join(wrong[:3])}{'; ...' if len(wrong) > 3 else ''}. Leave the callback out, or train "
-        f"a model that is built in __init__ and not sharded"
+        f"copied: {'; '.join(wrong[:3])}{'; ...' if len(wrong) > 3 else ''}. Leave the callback out, or "
+        f"train a model that is built in __init__ and not sharded"
     )
 
 
