@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--sequence-parallel-size", type=int, default=1)
     parser.add_argument(
-        "--data-parallel", choices=["replicate", "shard"], default="replicate", help="copy weights or cut them"
+        "--data-parallel", choices=["replicate", "shard"], default="replicate", help="copy or cut weights"
     )
     parser.add_argument("--order", default="tp-sp-dp", help="axes, fastest first")
     parser.add_argument("--max-steps", type=int, default=300)

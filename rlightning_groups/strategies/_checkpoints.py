@@ -174,8 +174,7 @@ class CheckpointHooks(_Base):
         """
         if self._cannot_gather():
             log.warning(
-                "rank %d failed and others did not, so no checkpoint is written to %s: all ranks would have to "
-                "take part",
+                "rank %d failed and others did not, so no checkpoint is written to %s: it takes all ranks",
                 get_global_rank(),
                 filepath,
             )
