@@ -240,8 +240,6 @@ def test_marks_are_found_under_the_names_of_a_state_dict() -> None:
             state["other"] = state.pop("a")
 
     state = marked_state_dict(Renames())
-    assert [(mark.dim, mark.mode) for mark in state["other"]._rlightning_groups_cuts] == [
-        (0, TENSOR)
-    ]
+    assert [(mark.dim, mark.mode) for mark in state["other"]._rlightning_groups_cuts] == [(0, TENSOR)]
     assert not hasattr(state["b"], "_rlightning_groups_cuts")
     assert Region((1, 0), (2, 3)).numel == 6
