@@ -70,16 +70,18 @@ def agree(
     statement: Statement,
     timeout: timedelta,
     call: str = "initialize",
+    members: Sequence[int] | None = None,
 ) -> Agreement:
-    """Compare this rank's statement with every other rank's; every rank of the world calls it.
+    """Compare this rank's statement with the other ranks'; every rank of the world, or of a group, calls it.
 
     Args:
         store: a store that all ranks share.
         rank: this process's world rank.
-        world_size: number of processes.
+        world_size: number of processes that take part.
         statement: what this rank was asked for.
         timeout: how long to wait for ranks that have not called.
         call: what the ranks call, for the message.
+        members: world ranks of those that take part, where these are not all; the store is theirs alone.
 
     Returns:
         The agreement, equal on all ranks.
@@ -117,7 +119,8 @@ def agree(
     except DistNetworkError:
         raise
     except RuntimeError:
-        _decide(store, round_, lambda records: {"error": _missing(records, world_size, timeout, call)})
+        expected = range(world_size) if members is None else members
+        _decide(store, round_, lambda records: {"error": _missing(records, expected, timeout, call)})
     verdict = json.loads(here.get("verdict"))
     if verdict["error"] is not None:
         _leave(here, rank, verdict["present"])
@@ -202,12 +205,12 @@ def _compare_lists(records: Sequence[_Record]) -> str | None:
     return None
 
 
-def _missing(records: Sequence[_Record], world_size: int, timeout: timedelta, call: str) -> str:
+def _missing(records: Sequence[_Record], expected: Sequence[int], timeout: timedelta, call: str) -> str:
     here = {rank for rank, _, _, _ in records}
-    missing = [other for other in range(world_size) if other not in here]
+    missing = [other for other in expected if other not in here]
     return (
         f"{name_ranks(missing)} did not call {call} within {timeout.total_seconds():g} s; "
-        f"{len(here)} of {world_size} did. Start every rank, and see whether one of them ended with an "
+        f"{len(here)} of {len(expected)} did. Start every rank, and see whether one of them ended with an "
         f"error of its own"
     )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,8 +24,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlightning_groups import _linear_maps as maps
-from rlightning_groups.context import get_cpu_group, get_group, get_ranks_in_group
+from rlightning_groups._torch_compat import PrefixStore
+from rlightning_groups.agreement import Statement, agree
+from rlightning_groups.context import (
+    ParallelContext,
+    get_cpu_group,
+    get_global_rank,
+    get_group,
+    get_ranks_in_group,
+)
 from rlightning_groups.errors import ContextError, ShapeError
+from rlightning_groups.request import seconds
 
 _Op = Literal["sum", "avg", "min", "max", "product"]
 
@@ -418,14 +428,27 @@ def broadcast_object(value: Any, src: int, mode: str, *, name: str | None = None
     return values[0]
 
 
-def barrier(mode: str, *, name: str | None = None) -> None:
+def barrier(mode: str, *, name: str | None = None, timeout: timedelta | float | None = None) -> None:
     """Wait for every rank of the group.
 
     Args:
         mode: a mode.
         name: which one, where this rank is in several groups of the mode.
+        timeout: how long to wait, in seconds where it is a number, and then to say who is missing; such a
+            barrier goes through the store, about six operations for each rank, and not through the group.
+            ``None`` is the group's own barrier, whose error names nobody.
+
+    Raises:
+        AgreementError: with a ``timeout``, ranks that did not come, named on all that did.
     """
     group = get_group(mode, name)
+    if (limit := seconds(timeout)) is not None:
+        ranks = get_ranks_in_group(mode, name)
+        # Groups of one mode that share a rank have different names.
+        store = PrefixStore(f"barrier/{mode}/{name or ''}/{ranks[0]}", ParallelContext().store)
+        call = f"barrier({mode})" if name is None else f"barrier({mode}, name={name!r})"
+        agree(store, get_global_rank(), len(ranks), Statement({}, node=""), limit, call, ranks)
+        return
     # NCCL would else guess the device from the global rank.
     devices = [torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None
     dist.barrier(group=group, device_ids=devices)

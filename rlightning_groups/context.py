@@ -505,6 +505,18 @@ class ParallelContext:
         """
         return self._running("layout").layout
 
+    @property
+    def store(self) -> Store:
+        """A store that the ranks of this context share, and no earlier or later context.
+
+        Raises:
+            ContextError: the context is not initialized, or one process only pretends to be a world.
+        """
+        state = self._running("store")
+        if state.store is None:
+            raise ContextError("there is no store: this process stands for a whole world by itself")
+        return _torch_compat.PrefixStore(state.factories[0].namespace, state.store)
+
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
         """Where a rank sits on each axis.
 

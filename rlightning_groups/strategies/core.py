@@ -29,6 +29,7 @@ from rlightning_groups.checkpoint import full_state
 from rlightning_groups.clipping import clip_grad_norm_, clip_grad_value_
 from rlightning_groups.context import ParallelContext, get_group, get_local_rank, get_world_size
 from rlightning_groups.errors import ContextError, LayoutError
+from rlightning_groups.failures import announce, note
 from rlightning_groups.fsdp import set_gradient_sync, shard_fully
 from rlightning_groups.gradients import GradientReducer, sum_partial_gradients
 from rlightning_groups.layout import ParallelLayout, check_size
@@ -233,6 +234,7 @@ class HybridParallelCore(CheckpointHooks):
                 timeout=self._timeout,
                 node=f"node {self.cluster_environment.node_rank()}",
             )
+            announce()
             self._share_seed()
         # Only keeps the seed, from which the streams of the steps are derived.
         seed_everything_by_layout(self.broadcast(torch.initial_seed()), reseed=False)
@@ -598,8 +600,9 @@ class HybridParallelCore(CheckpointHooks):
         self._failed = False
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remember it: the teardown that follows must not hide it."""
+        """Remember it: the teardown that follows must not hide it. Say whose error began it, if not this."""
         self._failed = True
+        note(exception)
         super().on_exception(exception)
 
 
