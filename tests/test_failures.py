@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlightning_groups import AgreementError, ParallelContext, get_group
 from rlightning_groups.collectives import barrier
-from rlightning_groups.failures import is_echo, note
+from rlightning_groups.failures import explain, is_echo, note
 
 TIMEOUT = 4.0  # of a collective
 FAULTY = 1  # the rank that goes wrong, of data 2 x tensor 2
@@ -174,3 +174,27 @@ def test_what_is_an_echo() -> None:
     assert is_echo(dist.DistBackendError("NCCL error"))
     assert not is_echo(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_echo(ValueError(gloo))
+
+
+def unheard() -> list[str | None]:
+    """What rank 0 is told while rank 1 has said nothing, and once it has."""
+    ParallelContext().initialize(backend="gloo")
+    echo = RuntimeError("gloo: Connection closed by peer")
+    if dist.get_rank() == 1:
+        barrier("GLOBAL", timeout=20)
+        own = explain(ValueError("bad luck"))
+        barrier("GLOBAL", timeout=20)
+        return [own]
+    before = explain(echo, wait=0.3)
+    barrier("GLOBAL", timeout=20)
+    barrier("GLOBAL", timeout=20)
+    return [before, explain(echo, wait=5)]
+
+
+def test_a_rank_that_nobody_can_look_at(run_ranks: Run) -> None:
+    first, second = run_ranks(unheard, 2)
+    assert second == [None]  # its own error needs no explanation
+    assert first == [
+        "rank 1 said nothing within 0.3 s: late, stopped, or gone",
+        "rank 1 had failed: ValueError: bad luck",
+    ]
