@@ -1245,7 +1245,7 @@ def test_the_package_forwards_to_the_context() -> None:
 
 def bad_size_unless(missing: int) -> None:
     if int(os.environ["RANK"]) != missing:
-        start(tensor_parallel_size=2, timeout=2)
+        start(tensor_parallel_size=2, timeout=1)
 
 
 def test_a_bad_size_and_a_missing_rank(run_ranks: Run) -> None:

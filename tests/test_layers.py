@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
+import io
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,15 +252,15 @@ def test_what_cannot_be_marked(wrong: Any) -> None:
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tensor_parallel_by_hand.py"
 
 
-def losses(command: list[str]) -> list[str]:
-    done = subprocess.run([*command, str(EXAMPLE)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return [line.split(",")[0] for line in done.stdout.splitlines() if line.startswith("step")]
+def losses_of_the_example() -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return [line.split(",")[0] for line in printed.getvalue().splitlines() if line.startswith("step")]
 
 
-def test_the_example_by_hand_does_not_depend_on_the_ranks() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    alone, together = losses([sys.executable]), losses(torchrun)
-    assert together == alone
+def test_the_example_by_hand_does_not_depend_on_the_ranks(run_ranks: Run) -> None:
+    no_launcher = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    (alone,) = run_ranks(losses_of_the_example, 1, env=no_launcher)
+    assert run_ranks(losses_of_the_example, 2) == [alone, []]  # the first rank prints
     first, last = (float(line.split()[-1]) for line in (alone[0], alone[-1]))
     assert last < 0.1 * first

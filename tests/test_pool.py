@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import pool_functions as functions
 import pytest
 import torch
-from pool import MAX_RANKS, RankError, RankFailure, RankPool
+from pool import MAX_RANKS, TORCHRUN, RankError, RankFailure, RankPool
 
 Run = Callable[..., list[Any]]
 
@@ -60,6 +63,28 @@ def test_environment_is_that_of_torchrun(run_ranks: Run, monkeypatch: pytest.Mon
         assert result == dict(
             zip([*names, "FROM_THE_TEST"], [f"{rank}", f"{rank}", "2", "2", "0", "1", "yes"], strict=True)
         )
+
+
+def test_torchrun_itself_gives_the_same_environment(run_ranks: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:  # in case that torchrun runs the tests
+        monkeypatch.delenv(name, raising=False)
+    # One short write, which no other rank's can come into.
+    script = (
+        "import json, os, sys\n"
+        "os.write(1, json.dumps([os.environ[name] for name in sys.argv[1:]]).encode() + b'\\n')"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    command = [*torchrun, sys.executable, "-c", script, *TORCHRUN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    real = sorted(json.loads(line) for line in done.stdout.splitlines())  # by RANK, which comes first
+    ours = run_ranks(functions.environment, 2, *TORCHRUN)
+    for theirs, own in zip(real, ours, strict=True):
+        for name, value in zip(TORCHRUN, theirs, strict=True):
+            if name in {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}:
+                assert own[name], name
+            else:
+                assert own[name] == value, name
 
 
 def test_nodes(run_ranks: Run) -> None:
