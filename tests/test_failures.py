@@ -107,8 +107,6 @@ def cells() -> list[tuple[str, str]]:
         ("configure_model", "SIGKILL"),
         ("forward", "raise"),
         ("backward", "exit"),
-        ("optimizer", "SIGKILL"),
-        ("checkpoint", "raise"),
     ]
 
 
@@ -143,7 +141,7 @@ def late(mode: str) -> list[Any]:
     barrier(mode, timeout=20)
     message, start = None, time.monotonic()
     if rank == 2:
-        time.sleep(4)  # or it would come to the others' barrier after all
+        time.sleep(2.5)  # or it would come to the others' barrier after all
     else:
         try:
             barrier(mode, timeout=1.0)

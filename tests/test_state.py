@@ -56,6 +56,7 @@ from rlightning_groups.sharding import local_tensor, mark_partial_gradient, mark
 Sizes = tuple[int, int, int]  # data, sequence, tensor
 LAYOUTS: list[Sizes] = [(4, 1, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4), (2, 2, 2), (1, 1, 1)]
 MODES, FORMATS, KINDS = ("replicate", "shard"), ("file", "directory"), ("dtensor", "hand")
+PLAIN_RESUMES_UNDER = [(1, 1, 4), (2, 1, 2)]  # what plain Lightning saved on one device
 COUNT = 5 * BATCH  # five steps an epoch
 
 
@@ -158,12 +159,14 @@ def check(results: list[Resumed], told: object) -> None:
 def cases() -> list[tuple[Sizes, str, str, str, Sizes, str, str]]:
     """Saver's layout, mode, kind and format; resumer's layout, mode and kind.
 
-    Each ordered pair of layouts once, with the other choices dealt out over them; all of them together where
-    ``RLIGHTNING_GROUPS_FULL_MATRIX`` is set.
+    Each layout saves for two others and resumes from two others, with the other choices dealt out over them.
+    All pairs with all choices, six minutes of work, where ``RLIGHTNING_GROUPS_FULL_MATRIX`` is set.
     """
-    pairs = [(a, b) for a, b in itertools.product(LAYOUTS, repeat=2) if a != b]
+    everyone = range(len(LAYOUTS))
+    pairs = [(LAYOUTS[a], LAYOUTS[(a + step) % len(LAYOUTS)]) for a in everyone for step in (1, 3)]
     choices = list(itertools.product(MODES, KINDS, FORMATS, MODES, KINDS))
     if os.environ.get("RLIGHTNING_GROUPS_FULL_MATRIX"):
+        pairs = [(a, b) for a, b in itertools.product(LAYOUTS, repeat=2) if a != b]
         return [
             (a, mode, "dtensor", form, b, other, "dtensor")
             for (a, b), mode, form, other in itertools.product(pairs, MODES, FORMATS, MODES)
@@ -191,7 +194,7 @@ def test_resume_matrix(run_ranks: Run, tmp_path: Path) -> None:
     for sizes in LAYOUTS:
         mine = [case for case in cases() if case[4] == sizes]
         todo = [(path_of[case[:4]], sizes, case[5], case[6]) for case in mine]
-        todo += [(str(plain), sizes, mode, "dtensor") for mode in MODES]
+        todo += [(str(plain), sizes, mode, "dtensor") for mode in MODES if sizes in PLAIN_RESUMES_UNDER]
         results = run_ranks(resume_all, math.prod(sizes), todo, timeout=300)
         for index, case in enumerate(todo):
             check([result[index] for result in results], case)
@@ -287,7 +290,6 @@ def clip_all(sizes: Sizes, mode: str, kind: str) -> dict[str, tuple[list[float],
         ((1, 2, 2), "replicate", "hand"),
         ((2, 1, 2), "shard", "dtensor"),
         ((1, 2, 2), "shard", "hand"),
-        ((4, 1, 1), "shard", "dtensor"),
     ],
 )
 def test_clipping_through_the_trainer(run_ranks: Run, sizes: Sizes, mode: str, kind: str) -> None:
@@ -441,7 +443,7 @@ def test_zero_redundancy_optimizer(run_ranks: Run, tmp_path: Path) -> None:
     path = str(tmp_path / "zero.ckpt")
     losses, _ = one_process(epochs=2, count=COUNT)
     count = len(list(new_transformer().parameters()))
-    for sizes, resumes in [(4, False), (4, True), (8, True)]:
+    for sizes, resumes in [(4, False), (4, True), (2, True)]:
         results = run_ranks(with_zero, sizes, path, "hand", resumes)
         assert all(ours == pytest.approx(losses[5 * resumes :][:5], abs=1e-9) for ours, _ in results)
         assert sum(held for _, held in results) == 2 * count  # each tensor rank's once
@@ -473,7 +475,7 @@ def fail_with_checkpoint(folder: str, ranks: tuple[int, ...], form: str) -> tupl
     """The error this rank ends with, and after how long."""
     lm = Raises(tensor="dtensor", count=COUNT)
     lm.ranks = ranks
-    strategy = strategy_of(tensor_parallel_size=2, timeout=8, save_distributed_checkpoint=form == "directory")
+    strategy = strategy_of(tensor_parallel_size=2, timeout=6, save_distributed_checkpoint=form == "directory")
     keep = OnExceptionCheckpoint(folder)
     keep.teardown = lambda *_, **__: None  # type: ignore[method-assign]  # which removes it again
     trainer = new_trainer(strategy, limit_val_batches=0, callbacks=[keep], enable_checkpointing=True)
@@ -487,11 +489,11 @@ def fail_with_checkpoint(folder: str, ranks: tuple[int, ...], form: str) -> tupl
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_checkpoint_on_exception(run_ranks: Run, tmp_path: Path, form: str) -> None:
     """One rank that raises ends in its error without a checkpoint; where all raise, there is one."""
-    results = run_ranks(fail_with_checkpoint, 4, str(tmp_path), (1,), form)
-    message, seconds = results[1]
-    assert message == "ZeroDivisionError: rank 1 fails"
-    assert seconds < 15
-    assert not list(tmp_path.glob("on_exception*"))
+    if form == "file":  # the other one makes no difference where nothing is written
+        message, seconds = run_ranks(fail_with_checkpoint, 4, str(tmp_path), (1,), form)[1]
+        assert message == "ZeroDivisionError: rank 1 fails"
+        assert seconds < 25
+        assert not list(tmp_path.glob("on_exception*"))
     for rank, (message, _) in enumerate(
         run_ranks(fail_with_checkpoint, 4, str(tmp_path), (0, 1, 2, 3), form)
     ):
