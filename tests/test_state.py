@@ -458,6 +458,45 @@ def test_zero_redundancy_optimizer(run_ranks: Run, tmp_path: Path) -> None:
             run_ranks(with_zero, 4, path, kind, False, right)
 
 
+class Mixing(LM):
+    """Steps by an optimizer that looks at whole parameters."""
+
+    optimizer = ""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        return getattr(torch.optim, self.optimizer)(matrices, lr=1e-2)
+
+
+def fit_mixing(optimizer: str, kind: str, mode: str) -> None:
+    lm = Mixing(tensor=kind, count=COUNT)
+    lm.optimizer = optimizer
+    new_trainer(strategy_of(tensor_parallel_size=2, data_parallel=mode), limit_val_batches=0).fit(lm)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "mode"),
+    [
+        ("LBFGS", "dtensor", "replicate"),
+        ("LBFGS", "none", "shard"),
+        ("Muon", "hand", "replicate"),
+        ("Adafactor", "hand", "shard"),
+    ],
+)
+def test_optimizers_that_would_see_one_part_are_refused(
+    run_ranks: Run, optimizer: str, kind: str, mode: str
+) -> None:
+    with pytest.raises(
+        RankFailure, match=rf"{optimizer} computes with all elements.* this rank's part of model"
+    ):
+        run_ranks(fit_mixing, 4, optimizer, kind, mode)
+
+
+def test_optimizers_that_see_the_whole_are_not_refused(run_ranks: Run) -> None:
+    run_ranks(fit_mixing, 4, "Muon", "dtensor", "replicate")
+    run_ranks(fit_mixing, 2, "LBFGS", "none", "replicate")
+
+
 # -------------------------------------------------------------------------------------------------- failures
 
 

@@ -38,7 +38,13 @@ from rlightning_groups.modes import ParallelMode
 from rlightning_groups.random import seed_everything_by_layout, step_rng
 from rlightning_groups.replicas import check_replicas, synchronize_replicas
 from rlightning_groups.request import seconds
-from rlightning_groups.sharding import kept_marks, local_tensor, partial_gradient_modes
+from rlightning_groups.sharding import (
+    is_sharded,
+    kept_marks,
+    local_tensor,
+    partial_gradient_modes,
+    shard_marks,
+)
 from rlightning_groups.strategies._callbacks import adapt_callbacks
 from rlightning_groups.strategies._checkpoints import CheckpointHooks, is_zero_redundancy
 from rlightning_groups.strategies._lightning_compat import LightningNames, names_of
@@ -384,6 +390,7 @@ class HybridParallelCore(CheckpointHooks):
                         f"ZeroRedundancyOptimizer runs over ranks {ranks}, which do not all hold the same "
                         f"weights; give it process_group=get_group(ParallelMode.TRAIN_DATA_PARALLEL)"
                     )
+            self._refuse_parts(optimizer)
             for group in optimizer.param_groups:
                 kinds = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
                 if (
@@ -397,6 +404,21 @@ class HybridParallelCore(CheckpointHooks):
                         f"{type(optimizer).__name__} runs with foreach=False: it holds plain tensors beside "
                         f"DTensors, or DTensors over several meshes."
                     )
+
+    def _refuse_parts(self, optimizer: Optimizer) -> None:
+        """Refuse torch's optimizers that mix a parameter's elements where they would see one part of them."""
+        whole = _SEE_ONE_PART.get(type(optimizer).__name__)
+        parts = [p for p in _parameters_of(optimizer) if whole is not None and whole(p)]
+        if parts:
+            assert self.lightning_module is not None
+            name = next(
+                (n for n, p in self.lightning_module.named_parameters() if p is parts[0]), "a parameter"
+            )
+            raise LayoutError(
+                f"{type(optimizer).__name__} computes with all elements of a parameter at once, and would see "
+                f"this rank's part of {name} alone. Use an optimizer that steps element by element, as AdamW "
+                f"or SGD, or keep what it steps whole on every rank"
+            )
 
     # Data.
 
@@ -604,6 +626,14 @@ class HybridParallelCore(CheckpointHooks):
         self._failed = True
         note(exception)
         super().on_exception(exception)
+
+
+# Torch's optimizers that mix a parameter's elements, and the parameters with which that goes wrong.
+_SEE_ONE_PART: dict[str, Callable[[Tensor], Any]] = {
+    "LBFGS": is_sharded,
+    "Adafactor": shard_marks,
+    "Muon": shard_marks,
+}
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
