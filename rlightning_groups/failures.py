@@ -102,7 +102,9 @@ def explain(error: BaseException, wait: float = _WAIT_SECONDS) -> str | None:
     """
     if not is_initialized():
         return None
-    echo, rank, group = is_echo(error), get_global_rank(), _group_in(error.__traceback__)
+    echo, rank = is_echo(error), get_global_rank()
+    # Looking into a frame ties its variables to the error, and with them a model that is to be used again.
+    group = _group_in(error.__traceback__) if echo else None
     try:
         store = PrefixStore("failures", ParallelContext().store)
         text = f"{type(error).__name__}: {error}"[:_LONGEST]
