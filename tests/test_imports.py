@@ -33,6 +33,7 @@ def loaded_after(code: str) -> set[str]:
         "from rlightning_groups import ParallelLayout, ParallelMode, LayoutError\n"
         "assert ParallelLayout(8, 2).groups(ParallelMode.TENSOR_PARALLEL)[1] == [2, 3]",
         "import rlightning_groups.layout, rlightning_groups.modes, rlightning_groups.errors",
+        "from rlightning_groups.cli import parse\nassert parse(['check', '--repeat', '2']).repeat == 2",
     ],
 )
 def test_the_layout_needs_no_torch(code: str) -> None:
