@@ -415,9 +415,9 @@ class HybridParallelCore(CheckpointHooks):
                 (n for n, p in self.lightning_module.named_parameters() if p is parts[0]), "a parameter"
             )
             raise LayoutError(
-                f"{type(optimizer).__name__} computes with all elements of a parameter at once, and would see "
-                f"this rank's part of {name} alone. Use an optimizer that steps element by element, as AdamW "
-                f"or SGD, or keep what it steps whole on every rank"
+                f"{type(optimizer).__name__} computes with all elements of a parameter at once, and would "
+                f"see this rank's part of {name} alone. Use an optimizer that steps element by element, as "
+                f"AdamW or SGD, or keep what it steps whole on every rank"
             )
 
     # Data.
