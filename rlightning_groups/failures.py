@@ -28,7 +28,7 @@ from rlightning_groups.launch import node_name
 
 __all__ = ["announce", "explain", "is_echo", "note"]
 
-_excepthook = sys.excepthook
+_excepthook = None  # what was there before ours, once ours is
 _NOTED = "_rlightning_groups_noted"
 _WAIT_SECONDS = 3.0
 _LONGEST = 600
@@ -52,8 +52,8 @@ def announce() -> None:
     """Leave word in the store which process this rank is, and have errors that nobody catches explained."""
     store = PrefixStore("processes", ParallelContext().store)
     store.set(str(get_global_rank()), f"{os.getpid()} {node_name()}")
-    if getattr(sys.excepthook, "__name__", "") != _note_uncaught.__name__:
-        global _excepthook
+    global _excepthook
+    if _excepthook is None:
         _excepthook, sys.excepthook = sys.excepthook, _note_uncaught
 
 
@@ -74,7 +74,7 @@ def note(error: BaseException) -> None:
 
 def _note_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     note(error)
-    _excepthook(kind, error, traceback)
+    (_excepthook or sys.__excepthook__)(kind, error, traceback)
 
 
 def is_echo(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -129,6 +130,7 @@ class Launch:
             ContextError: torch refuses.
         """
         # A prefix of its own, or a second world would read what the first one left in the store.
+        hook = sys.excepthook
         prefixed = _torch_compat.PrefixStore(f"rlightning_groups/world/{round_}", store)
         try:
             if "nccl" in backend and "LOCAL_RANK" in os.environ:
@@ -136,6 +138,10 @@ class Launch:
             dist.init_process_group(
                 backend, store=prefixed, rank=self.rank, world_size=self.world_size, timeout=timeout
             )
+            global _hooked
+            if _hooked:  # torch puts its hook over the one of the world before, and every one marks each line
+                sys.excepthook = hook
+            _hooked = True
         except Exception as error:  # torch raises half a dozen kinds
             here = _torch_compat.accelerator_type()
             hint = "" if here else "; there is no accelerator here, so use backend='gloo'"
@@ -144,6 +150,7 @@ class Launch:
             ) from error
 
 
+_hooked = False  # torch has hooked into this process's uncaught errors, for a world that we started
 _one: Store | None = None
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +41,7 @@ from rlightning_groups import (
     get_world_size,
     is_initialized,
 )
+from rlightning_groups.failures import announce
 from rlightning_groups.group_initializer import (
     ProcessGroupInitializer,
     RankListInitializer,
@@ -766,30 +769,59 @@ def test_a_start_that_fails_half_way_leaves_nothing(run_ranks: Run) -> None:
     assert run_ranks(fails_half_way, 2) == [wanted] * 2
 
 
-def resources() -> tuple[int, int]:
+def resources() -> dict[str, int]:
     gc.collect()
-    return len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
+    tables = dist.distributed_c10d._world
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return {
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "groups": len(tables.pg_map) + len(tables.pg_names) + len(tables.pg_group_ranks),
+        "objects": len(gc.get_objects()),
+        "MiB": (resident - shared) * os.sysconf("SC_PAGE_SIZE") >> 20,
+    }
 
 
-def ten_cycles() -> tuple[tuple[int, int], tuple[int, int]]:
-    for cycle in range(12):
-        context = start(tensor_parallel_size=1 + cycle % 2)
+def hundred_cycles() -> tuple[dict[str, int], dict[str, int]]:
+    before: dict[str, int] = {}
+    for cycle in range(104):
+        context = start(tensor_parallel_size=(1, 2, 4)[cycle % 3])
         total(get_group(TP)), total(get_group(TRAIN))
         context.destroy()
-        if cycle == 1:
+        if cycle == 3:
             time.sleep(0.2)
-            before = resources()
+            before.update(resources())
     deadline = time.monotonic() + 3  # what closes in the background may take a moment
-    while (after := resources()) > before and time.monotonic() < deadline:
+    while resources()["threads"] > before["threads"] and time.monotonic() < deadline:
         time.sleep(0.05)
-    return before, after
+    return before, resources()
 
 
-def test_ten_cycles_leak_nothing(run_ranks: Run) -> None:
-    """Law 7: any number of times."""
-    for before, after in run_ranks(ten_cycles, 2):
-        assert after[0] <= before[0]
-        assert after[1] <= before[1]
+def test_a_hundred_cycles_leak_nothing(run_ranks: Run) -> None:
+    """Law 7: any number of times, with other sizes."""
+    for before, after in run_ranks(hundred_cycles, 4):
+        for kind, room in {"threads": 0, "files": 0, "groups": 0, "objects": 10, "MiB": 2}.items():
+            assert after[kind] <= before[kind] + room, (kind, before, after)
+
+
+def errors_after_several_worlds() -> str:
+    """What the interpreter prints of an error that nobody catches."""
+    for _ in range(3):
+        context = start()
+        announce()
+        context.destroy()
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        error = ValueError("nobody catches this")
+        sys.excepthook(ValueError, error, None)
+    return printed.getvalue()
+
+
+def test_an_error_is_printed_once_whatever_the_number_of_worlds(run_ranks: Run) -> None:
+    for rank, printed in enumerate(run_ranks(errors_after_several_worlds, 2)):
+        assert printed.count("nobody catches this") == 1
+        assert printed.count(f"[rank{rank}]: ValueError") == 1
+        assert printed.count("[rank") == 1, printed
 
 
 # ---------------------------------------------------------------------------------------- ranks that differ
