@@ -805,16 +805,20 @@ def test_a_hundred_cycles_leak_nothing(run_ranks: Run) -> None:
 
 
 def errors_after_several_worlds() -> str:
-    """What the interpreter prints of an error that nobody catches."""
-    for _ in range(3):
-        context = start()
-        announce()
-        context.destroy()
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(printed):
-        error = ValueError("nobody catches this")
-        sys.excepthook(ValueError, error, None)
-    return printed.getvalue()
+    """What the interpreter prints of an error that nobody catches, in a process as new as a user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "excepthook", sys.__excepthook__)  # a worker has seen other tests' worlds
+        patch.setattr("rlightning_groups.failures._excepthook", None)
+        patch.setattr("rlightning_groups.launch._hooked", False)
+        for _ in range(3):
+            context = start()
+            announce()
+            context.destroy()
+        printed = io.StringIO()
+        with contextlib.redirect_stderr(printed):
+            error = ValueError("nobody catches this")
+            sys.excepthook(ValueError, error, None)
+        return printed.getvalue()
 
 
 def test_an_error_is_printed_once_whatever_the_number_of_worlds(run_ranks: Run) -> None:
